@@ -1,0 +1,154 @@
+"""One call's tensors, and random ones: what tests, tuner, warmup and self-checks feed the kernels with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import dtypes
+from .problem import Problem
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of `checkpointing_ssu`, by name (shapes as documented there)."""
+
+    state: torch.Tensor
+    x_cache: torch.Tensor
+    B_cache: torch.Tensor
+    dt_cache: torch.Tensor
+    ring_start: torch.Tensor
+    prev_num_accepted_tokens: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    out: torch.Tensor
+    D: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    dt_softplus: bool = False
+    state_batch_indices: torch.Tensor | None = None
+    pad_slot_id: int = -1
+
+    def kwargs(self) -> dict[str, Any]:
+        """As keyword arguments."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def clone(self) -> Call:
+        """A deep copy that keeps every tensor's strides (stride-0 views stay views)."""
+        return Call(**{k: _clone(v) if isinstance(v, torch.Tensor) else v for k, v in self.kwargs().items()})
+
+    def to(self, device: torch.device | str) -> Call:
+        """The same call on another device."""
+        return Call(**{k: _clone(v, device) if isinstance(v, torch.Tensor) else v for k, v in self.kwargs().items()})
+
+
+WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")
+
+
+def _clone(t: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    device = device or t.device
+    size = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    flat = torch.empty(size, dtype=t.dtype, device=device)
+    source = t.as_strided((size,), (1,), t.storage_offset())
+    flat.copy_(source)
+    return flat.as_strided(t.shape, t.stride())
+
+
+def random_call(
+    problem: Problem,
+    batch: int,
+    *,
+    slots: int | None = None,
+    pnat: Sequence[int] | torch.Tensor | None = None,
+    padding: Sequence[int] = (),
+    pad_slot_id: int = -1,
+    dead: float | None = float("nan"),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Call:
+    """A random call of realistic statistics: dt after softplus in about 0.001..0.1, A in -16..-1.
+
+    Args:
+        batch, slots: rows, and cache slots (default: batch + 3), assigned to rows by a random permutation.
+        pnat: live rows of each batch row; default random in 0..W.
+        padding: batch rows that get `pad_slot_id`.
+        dead: fills ring rows outside the live window and the slots that no row names; None keeps random values.
+        seed: of the generator; tensors are drawn on the CPU, so that every device sees the same ones.
+    """
+    p = problem
+    gen = torch.Generator().manual_seed(seed)
+    slots = batch + 3 if slots is None else slots
+    io, rows = dtypes.TORCH[p.io_dtype], p.ring_rows
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen)
+
+    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=gen) * (high - low) + low
+
+    order = torch.randperm(slots, generator=gen)
+    named = order[:batch] if p.index_dtype is not None else torch.arange(batch)
+    start = torch.randint(0, rows, (slots,), generator=gen, dtype=torch.int32)
+    live = torch.randint(0, p.window + 1, (slots,), generator=gen, dtype=torch.int32)
+    if pnat is not None:
+        live[named] = torch.as_tensor(pnat, dtype=torch.int32).expand(batch)
+    call = Call(
+        state=randn(slots, p.heads, p.head_dim, p.d_state).to(dtypes.TORCH[p.state_dtype]),
+        x_cache=randn(slots, p.heads, rows, p.head_dim).to(io),
+        B_cache=randn(slots, p.groups, rows, p.d_state).to(io),
+        dt_cache=torch.exp(uniform(-6.9, -2.3, slots, p.heads, rows)),
+        ring_start=start,
+        prev_num_accepted_tokens=live,
+        x=randn(batch, p.tokens, p.heads, p.head_dim).to(io),
+        dt=_spread(uniform(-5.0, 0.0, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim),
+        A=_spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
+        B=randn(batch, p.tokens, p.groups, p.d_state).to(io),
+        C=randn(batch, p.tokens, p.groups, p.d_state).to(io),
+        out=torch.full((batch, p.tokens, p.heads, p.head_dim), float("nan")).to(io),
+        D=None if p.d_dtype is None else _spread(randn(p.heads).to(dtypes.TORCH[p.d_dtype]), p.head_dim),
+        z=randn(batch, p.tokens, p.heads, p.head_dim).to(io) if p.has_z else None,
+        dt_bias=None
+        if p.dt_bias_dtype is None
+        else _spread(uniform(-2.0, 0.0, p.heads).to(dtypes.TORCH[p.dt_bias_dtype]), p.head_dim),
+        dt_softplus=p.dt_softplus,
+        state_batch_indices=None if p.index_dtype is None else named.to(dtypes.TORCH[p.index_dtype]),
+        pad_slot_id=pad_slot_id,
+    )
+    if not p.dt_softplus:  # without softplus the raw dt is the step itself: keep it positive
+        call.dt = _spread(uniform(0.001, 0.1, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
+        if call.dt_bias is not None:
+            bias = uniform(0.0, 0.01, p.heads).to(dtypes.TORCH[p.dt_bias_dtype or "f32"])
+            call.dt_bias = _spread(bias, p.head_dim)
+    if padding:
+        if call.state_batch_indices is None:
+            raise ValueError("padding: needs a problem with slot indices")
+        call.state_batch_indices[list(padding)] = pad_slot_id
+    if dead is not None:
+        _poison(call, named, dead)
+    return call.to(device) if torch.device(device).type != "cpu" else call
+
+
+def _spread(t: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Append stride-0 dimensions."""
+    return t.reshape(*t.shape, *(1 for _ in sizes)).expand(*t.shape, *sizes)
+
+
+def _poison(call: Call, named: torch.Tensor, value: float) -> None:
+    """Fill everything that a correct step never uses: dead ring rows, and whole slots that no row names."""
+    slots, rows = call.x_cache.shape[0], call.x_cache.shape[2]
+    offset = (torch.arange(rows)[None] - call.ring_start[:, None]) % rows
+    dead = offset >= call.prev_num_accepted_tokens[:, None]
+    used = torch.zeros(slots, dtype=torch.bool)
+    used[named] = True
+    dead |= ~used[:, None]
+    call.x_cache.transpose(1, 2)[dead] = value
+    call.B_cache.transpose(1, 2)[dead] = value
+    call.dt_cache.transpose(1, 2)[dead] = value
+    call.state[~used] = value

@@ -1,0 +1,128 @@
+"""The comparison that every kernel is held to: errors of one step against the float64 recurrence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .calls import Call
+from .problem import Problem
+from .reference import checkpointing_ssu_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors of one step; NaN or Inf anywhere that matters counts as infinite.
+
+    Attributes:
+        out: ||y - ref|| / ||ref|| over the whole output.
+        out_worst: the largest such ratio over (row, token, head).
+        state: the same norm ratio over the slots that flushed (0 when none did).
+        dt: largest relative error of the appended dt rows.
+        rings_exact: x and B rings equal bit for bit, everywhere.
+        untouched_exact: states of slots that did not flush, dead dt rows, and zeros of padding rows are bitwise right.
+    """
+
+    out: float
+    out_worst: float
+    state: float
+    dt: float
+    rings_exact: bool
+    untouched_exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What `Errors` may be at most."""
+
+    out: float
+    out_worst: float
+    state: float
+    dt: float = 1e-6
+
+    def violation(self, e: Errors) -> str | None:
+        """The first bound that is broken, in words, or None."""
+        for name in ("out", "out_worst", "state", "dt"):
+            got, limit = getattr(e, name), getattr(self, name)
+            if not got <= limit:
+                return f"{name} error {got:.3g} exceeds {limit:.3g}"
+        if not e.rings_exact:
+            return "x or B ring rows differ from the reference's"
+        if not e.untouched_exact:
+            return "memory that the step must not touch, or a padding row's zeros, differ"
+        return None
+
+
+def bounds(problem: Problem) -> Bounds:
+    """The bounds of a problem: rounding of its own output and state types plus the tf32 read of f32 state.
+
+    bf16 outputs alone cost 1.65e-3 for random values (unit roundoff 2^-9, uniform mantissas), f16 2.1e-4.
+    """
+    state = {"f32": 1e-6, "bf16": 2.5e-3, "f16": 3.2e-4}[problem.state_dtype]
+    if problem.io_dtype == "f16":
+        return Bounds(out=7e-4, out_worst=2e-3, state=state)
+    return Bounds(out=2e-3, out_worst=5e-3, state=state)
+
+
+def _ratio(got: torch.Tensor, ref: torch.Tensor, dims: tuple[int, ...] | None = None) -> float:
+    difference = (got.double() - ref.double()).square()
+    reference = ref.double().square()
+    if dims is None:
+        num, den = difference.sum(), reference.sum()
+    else:
+        num, den = difference.sum(dims), reference.sum(dims)
+    ratio = torch.where(num == 0, torch.zeros_like(num), (num / den).sqrt())
+    worst = float(ratio.max()) if ratio.numel() else 0.0
+    return worst if math.isfinite(worst) else math.inf
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = views[a.element_size()]
+    return bool(torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)))
+
+
+def errors(before: Call, after: Call) -> Errors:
+    """Errors of `after`, the call's tensors after a step under test, given `before`, a clone from before it."""
+    ref = before.clone()
+    ref.state = ref.state.double()
+    ref.out = torch.empty(ref.out.shape, dtype=torch.float64, device=ref.out.device)
+    ref.dt_cache = ref.dt_cache.double()
+    checkpointing_ssu_reference(**ref.kwargs(), compute_dtype=torch.float64)
+
+    batch = before.x.shape[0]
+    device = before.x.device
+    slots = before.state_batch_indices
+    slots = torch.arange(batch, device=device) if slots is None else slots
+    live = (slots != before.pad_slot_id) & (slots >= 0)
+    index = slots[live].long()
+    window, tokens = before.x_cache.shape[2] - before.x.shape[1], before.x.shape[1]
+    pnat = before.prev_num_accepted_tokens[index]
+    flushed = index[pnat + tokens > window]
+    kept = torch.ones(before.state.shape[0], dtype=torch.bool, device=device)
+    kept[flushed] = False
+
+    appended = torch.zeros(before.dt_cache.shape[0], before.dt_cache.shape[2], dtype=torch.bool, device=device)
+    start = before.ring_start[index]
+    for t in range(tokens):
+        appended[index, ((start + pnat + t) % (window + tokens)).long()] = True
+    dt_new, dt_ref = after.dt_cache.transpose(1, 2)[appended], ref.dt_cache.transpose(1, 2)[appended]
+    dt_error = ((dt_new.double() - dt_ref).abs() / dt_ref.abs().clamp_min(1e-30)).max() if dt_ref.numel() else torch.zeros(())
+    untouched = (
+        _same_bits(after.state[kept], before.state[kept])
+        and _same_bits(after.dt_cache.transpose(1, 2)[~appended], before.dt_cache.transpose(1, 2)[~appended])
+        and not bool(after.out[~live].any())
+        and _same_bits(after.ring_start, before.ring_start)
+        and _same_bits(after.prev_num_accepted_tokens, before.prev_num_accepted_tokens)
+    )
+    dt_value = float(dt_error)
+    return Errors(
+        out=_ratio(after.out[live], ref.out[live]),
+        out_worst=_ratio(after.out[live], ref.out[live], (-1,)),
+        state=_ratio(after.state[flushed], ref.state[flushed]),
+        dt=dt_value if math.isfinite(dt_value) else math.inf,
+        rings_exact=_same_bits(after.x_cache, ref.x_cache) and _same_bits(after.B_cache, ref.B_cache),
+        untouched_exact=untouched,
+    )

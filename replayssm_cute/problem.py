@@ -1,0 +1,335 @@
+"""Problem: every compile-time fact of a call, built from its tensors in one place with every check.
+
+Nothing below the public call looks at tensor metadata again: what a kernel is specialized on is in the
+Problem; batch size, slot count and strides are run-time values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import dtypes, ring
+
+MAX_WINDOW = 16
+MAX_TOKENS = 16
+ROW_ALIGN = 16  # bytes: rows of every tensor that kernels read in 16-byte pieces
+HEAD_DIMS = (64, 80, 128)
+D_STATES = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The static facts of one checkpointing_ssu call.
+
+    heads, head_dim, d_state and groups are H, P, N and G; tokens is T (new tokens a row), window is W.
+    The dtype fields are the short names of `replayssm_cute.dtypes`; None means that the tensor is absent.
+    """
+
+    heads: int
+    head_dim: int
+    d_state: int
+    groups: int
+    tokens: int
+    window: int
+    state_dtype: str = "f32"
+    io_dtype: str = "bf16"
+    dt_dtype: str = "bf16"
+    a_dtype: str = "f32"
+    d_dtype: str | None = "bf16"
+    dt_bias_dtype: str | None = "bf16"
+    has_z: bool = False
+    dt_softplus: bool = True
+    index_dtype: str | None = "i32"
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "d_state", "groups", "tokens", "window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, expected a positive int")
+        if self.heads % self.groups:
+            raise ValueError(f"groups: {self.heads} heads do not divide into {self.groups} groups")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected one of {HEAD_DIMS}")
+        if self.d_state not in D_STATES:
+            raise ValueError(f"d_state: got {self.d_state}, expected one of {D_STATES}")
+        if self.tokens > self.window:
+            raise ValueError(
+                f"window: got W = {self.window} with T = {self.tokens}; R = W + T needs T <= W (R >= 2T), "
+                f"since T rows may be live after a flush"
+            )
+        if self.window > MAX_WINDOW or self.tokens > MAX_TOKENS:
+            raise NotImplementedError(
+                f"window: W = {self.window}, T = {self.tokens} is not served yet; W <= {MAX_WINDOW} and "
+                f"T <= {MAX_TOKENS} are"
+            )
+        if self.state_dtype in dtypes.EIGHT_BIT:
+            raise NotImplementedError(f"state: {self.state_dtype} state (8-bit) is not served yet")
+        allowed: tuple[tuple[str, tuple[str, ...], bool], ...] = (
+            ("state_dtype", dtypes.STATE, False),
+            ("io_dtype", dtypes.IO, False),
+            ("dt_dtype", dtypes.WEIGHT, False),
+            ("a_dtype", dtypes.WEIGHT, False),
+            ("d_dtype", dtypes.WEIGHT, True),
+            ("dt_bias_dtype", dtypes.WEIGHT, True),
+            ("index_dtype", dtypes.INDEX, True),
+        )
+        for name, names, optional in allowed:
+            value = getattr(self, name)
+            if value not in names and not (optional and value is None):
+                raise TypeError(f"{name}: got {value!r}, expected one of {names}{' or None' if optional else ''}")
+        if self.dt_dtype not in ("f32", self.io_dtype):
+            raise TypeError(f"dt: got dtype {self.dt_dtype}, expected x's ({self.io_dtype}) or f32")
+
+    @property
+    def ring_rows(self) -> int:
+        """R = W + T."""
+        return ring.ring_rows(self.window, self.tokens)
+
+    @property
+    def heads_per_group(self) -> int:
+        """H / G: heads that share one row of B and C."""
+        return self.heads // self.groups
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state element."""
+        return dtypes.BYTES[self.state_dtype]
+
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot of one layer (state, ring, cursors)."""
+        return ring.bytes_per_slot(
+            self.heads,
+            self.head_dim,
+            self.d_state,
+            self.groups,
+            self.tokens,
+            self.window,
+            state_bytes=self.state_bytes,
+            io_bytes=dtypes.BYTES[self.io_dtype],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; `from_json` gives the same Problem back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Problem:
+        """The Problem of a `to_json` dict.
+
+        Raises:
+            ValueError, TypeError: for unknown, missing or invalid fields.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := set(data) - known:
+            raise ValueError(f"problem: unknown fields {sorted(unknown)}")
+        return cls(**data)
+
+    def label(self) -> str:
+        """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16'."""
+        return (
+            f"{self.heads}x{self.head_dim}x{self.d_state}/{self.groups} {self.state_dtype} T{self.tokens} W{self.window}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# From tensors
+# ---------------------------------------------------------------------------------------------------
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+    return value
+
+
+def _shape(name: str, t: torch.Tensor, expected: Sequence[int], dims: str) -> None:
+    if tuple(t.shape) != tuple(expected):
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {tuple(expected)} {dims}")
+
+
+def _rank(name: str, t: torch.Tensor, dims: str) -> None:
+    rank = dims.count(",") + (0 if dims.endswith(",)") else 1)
+    if t.dim() != rank:
+        raise ValueError(f"{name}: got {t.dim()} dimensions {tuple(t.shape)}, expected {rank} {dims}")
+
+
+def _dtype(name: str, t: torch.Tensor, names: Sequence[str], why: str = "") -> str:
+    short = dtypes.NAME.get(t.dtype)
+    if short not in names:
+        expected = " or ".join(str(dtypes.TORCH[n]) for n in names)
+        raise TypeError(f"{name}: got {t.dtype}, expected {expected}{why}")
+    return str(short)
+
+
+def _rows(name: str, t: torch.Tensor, align: int) -> None:
+    """Last dimension contiguous, every row start a multiple of `align` bytes."""
+    if t.stride(-1) != 1 and t.shape[-1] != 1:
+        raise ValueError(f"{name}: got stride {t.stride(-1)} on its last dimension, expected 1 (contiguous rows)")
+    size = t.element_size()
+    for d in range(t.dim() - 1):
+        if t.shape[d] > 1 and (t.stride(d) * size) % align:
+            raise ValueError(
+                f"{name}: got stride {t.stride(d)} ({t.stride(d) * size} bytes) on dimension {d}, "
+                f"expected a multiple of {align} bytes"
+            )
+        if t.stride(d) < 0 or (t.stride(d) == 0 and t.shape[d] > 1):
+            raise ValueError(f"{name}: got stride {t.stride(d)} on dimension {d}, expected a positive one")
+    if t.data_ptr() % align:
+        raise ValueError(f"{name}: got a data pointer {t.data_ptr() % align} bytes past a multiple of {align}, expected 0")
+
+
+def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> None:
+    for d in dims:
+        if t.stride(d) != 0 and t.shape[d] > 1:
+            raise ValueError(f"{name}: got stride {t.stride(d)} on dimension {d}, expected 0: {how}")
+
+
+def not_served(state_scale: object, rand_seed: object, cu_seqlens: object, max_seqlen: object) -> None:
+    """Refuse the arguments whose issue has not landed, by name.
+
+    Raises:
+        NotImplementedError: for any of them that is not None.
+    """
+    given = {"state_scale": state_scale, "rand_seed": rand_seed, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: not served yet; pass None")
+
+
+def from_tensors(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: torch.Tensor | None,
+    enable_pdl: bool,
+) -> Problem:
+    """Check one call's tensors against the contract and give its Problem. Nothing is written.
+
+    Raises:
+        TypeError: an argument that is no tensor, or has a wrong dtype.
+        ValueError: a wrong rank, shape, device, stride or alignment, naming argument, value and expectation.
+        NotImplementedError: 8-bit state, W or T beyond what is served.
+    """
+    required = {
+        "state": (state, "(slots, H, P, N)"),
+        "x_cache": (x_cache, "(slots, H, R, P)"),
+        "B_cache": (B_cache, "(slots, G, R, N)"),
+        "dt_cache": (dt_cache, "(slots, H, R)"),
+        "ring_start": (ring_start, "(slots,)"),
+        "prev_num_accepted_tokens": (prev_num_accepted_tokens, "(slots,)"),
+        "x": (x, "(batch, T, H, P)"),
+        "dt": (dt, "(batch, T, H, P)"),
+        "A": (A, "(H, P, N)"),
+        "B": (B, "(batch, T, G, N)"),
+        "C": (C, "(batch, T, G, N)"),
+        "out": (out, "(batch, T, H, P)"),
+    }
+    optional = {
+        "D": (D, "(H, P)"),
+        "z": (z, "(batch, T, H, P)"),
+        "dt_bias": (dt_bias, "(H, P)"),
+        "state_batch_indices": (state_batch_indices, "(batch,)"),
+    }
+    given = required | {k: v for k, v in optional.items() if v[0] is not None}
+    for name, (t, dims) in given.items():
+        _rank(name, _tensor(name, t), dims)
+    for name, (t, _) in given.items():
+        if t.device != state.device:  # type: ignore[union-attr]
+            raise ValueError(f"{name}: on device {t.device}, expected state's device {state.device}")  # type: ignore[union-attr]
+    for name, flag in (("dt_softplus", dt_softplus), ("enable_pdl", enable_pdl)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {type(flag).__name__}, expected bool")
+
+    slots, heads, head_dim, d_state = state.shape
+    batch, tokens = x.shape[0], x.shape[1]
+    groups, rows = B_cache.shape[1], x_cache.shape[2]
+    if batch < 1 or tokens < 1:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected at least one row and one token")
+    if groups < 1 or heads % groups:
+        raise ValueError(f"B_cache: {heads} heads of state do not divide into its {groups} groups")
+    if rows < 2 * tokens:
+        raise ValueError(f"x_cache: got R = {rows} ring rows with T = {tokens}, expected R >= 2T (that is, T <= W = R - T)")
+
+    state_dtype = _dtype("state", state, (*dtypes.STATE, *dtypes.EIGHT_BIT))
+    io = _dtype("x", x, dtypes.IO)
+    tokens_shape = (batch, tokens, heads, head_dim)
+    _shape("x", x, tokens_shape, "(batch, T, H, P)")
+    _shape("x_cache", x_cache, (slots, heads, rows, head_dim), "(slots, H, R, P)")
+    _shape("B_cache", B_cache, (slots, groups, rows, d_state), "(slots, G, R, N)")
+    _shape("dt_cache", dt_cache, (slots, heads, rows), "(slots, H, R)")
+    _shape("ring_start", ring_start, (slots,), "(slots,)")
+    _shape("prev_num_accepted_tokens", prev_num_accepted_tokens, (slots,), "(slots,)")
+    _shape("dt", dt, tokens_shape, "(batch, T, H, P)")
+    _shape("A", A, (heads, head_dim, d_state), "(H, P, N)")
+    _shape("B", B, (batch, tokens, groups, d_state), "(batch, T, G, N)")
+    _shape("C", C, (batch, tokens, groups, d_state), "(batch, T, G, N)")
+    _shape("out", out, tokens_shape, "(batch, T, H, P)")
+    for name, t in (("x_cache", x_cache), ("B_cache", B_cache), ("B", B), ("C", C), ("out", out)):
+        _dtype(name, t, (io,), " (x's dtype)")
+    _dtype("dt_cache", dt_cache, ("f32",))
+    for name, t in (("ring_start", ring_start), ("prev_num_accepted_tokens", prev_num_accepted_tokens)):
+        _dtype(name, t, ("i32",))
+    dt_dtype = _dtype("dt", dt, tuple(dict.fromkeys((io, "f32"))))
+    a_dtype = _dtype("A", A, dtypes.WEIGHT)
+    d_dtype = bias_dtype = index_dtype = None
+    if D is not None:
+        _shape("D", D, (heads, head_dim), "(H, P)")
+        d_dtype = _dtype("D", D, dtypes.WEIGHT)
+        _broadcast("D", D, (1,), "one value a head, expanded over P")
+    if dt_bias is not None:
+        _shape("dt_bias", dt_bias, (heads, head_dim), "(H, P)")
+        bias_dtype = _dtype("dt_bias", dt_bias, dtypes.WEIGHT)
+        _broadcast("dt_bias", dt_bias, (1,), "one value a head, expanded over P")
+    if z is not None:
+        _shape("z", z, tokens_shape, "(batch, T, H, P)")
+        _dtype("z", z, (io,), " (x's dtype)")
+        _rows("z", z, ROW_ALIGN)
+    if state_batch_indices is not None:
+        _shape("state_batch_indices", state_batch_indices, (batch,), "(batch,)")
+        index_dtype = _dtype("state_batch_indices", state_batch_indices, dtypes.INDEX)
+    elif slots < batch:
+        raise ValueError(f"state: got {slots} slots for {batch} rows without state_batch_indices, expected at least {batch}")
+
+    for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache), ("x", x), ("B", B), ("C", C), ("out", out)):
+        _rows(name, t, ROW_ALIGN)
+    _rows("dt_cache", dt_cache, 4)
+    _broadcast("dt", dt, (3,), "one value a head, expanded over P")
+    _broadcast("A", A, (1, 2), "one value a head, expanded over P and N")
+
+    return Problem(
+        heads=heads,
+        head_dim=head_dim,
+        d_state=d_state,
+        groups=groups,
+        tokens=tokens,
+        window=rows - tokens,
+        state_dtype=state_dtype,
+        io_dtype=io,
+        dt_dtype=dt_dtype,
+        a_dtype=a_dtype,
+        d_dtype=d_dtype,
+        dt_bias_dtype=bias_dtype,
+        has_z=z is not None,
+        dt_softplus=dt_softplus,
+        index_dtype=index_dtype,
+        pdl=enable_pdl,
+    )
