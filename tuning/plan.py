@@ -1,0 +1,217 @@
+"""Plans: TOML files that say what is tuned, for whom, and how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replayssm_cute import target as targets_module
+from replayssm_cute.problem import Problem
+
+from .acceptance import Acceptance, Mix, read_histogram, stationary
+
+DEFAULT_TARGETS = ("sm_100a", "sm_90a")
+SHIPPED = Path(__file__).parent / "plans"
+_PROBLEM_FIELDS = {f.name for f in dataclasses.fields(Problem)}
+_TOP = {"name", "title", "source", "targets", "batches", "budget", "tp", "problem", "acceptance", "workload"}
+_WORKLOAD = {"label", "acceptance"} | _PROBLEM_FIELDS
+
+
+class PlanError(ValueError):
+    """A plan file that cannot be used; the message names the file, the key and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One problem of a plan, and the acceptance lengths it is served with."""
+
+    label: str
+    problem: Problem
+    acceptance: Acceptance
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """P(length = 1..T)."""
+        return self.acceptance.lengths(self.problem.tokens)
+
+    @property
+    def mix(self) -> Mix:
+        """The stationary mix of its rows."""
+        return stationary(self.lengths, self.problem.window)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPlan:
+    """A loaded plan.
+
+    Attributes:
+        name, title, source: of the file; the name is also the folder of its results.
+        targets: architectures (or catalogue names) that estimates are made for where no GPU is used.
+        batches: ascending batch buckets.
+        budget_s: seconds that a sweep may compile and measure.
+        workloads: at least one.
+    """
+
+    name: str
+    title: str
+    source: str
+    targets: tuple[str, ...]
+    batches: tuple[int, ...]
+    budget_s: float
+    workloads: tuple[Workload, ...]
+
+
+def seconds(text: str | int | float) -> float:
+    """Seconds of "90s", "3m", "1.5h" or a bare number.
+
+    Raises:
+        ValueError: for anything else, or a duration that is not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([smh]?)\s*", str(text))
+    value = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if value <= 0:
+        raise ValueError(f"got {text!r}, expected a positive duration such as '90s', '3m' or '1h'")
+    return value
+
+
+def find(name_or_path: str) -> Path:
+    """The plan file of a path, or of the name of a shipped plan.
+
+    Raises:
+        PlanError: if there is none, listing the shipped ones.
+    """
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
+    if shipped.is_file() and path.parent == Path("."):
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.toml"))) or "none"
+    raise PlanError(f"no plan {name_or_path!r}: no such file; shipped plans: {names}")
+
+
+def load(name_or_path: str, *, acceptance: str | None = None, tp: tuple[int, ...] | None = None) -> TuningPlan:
+    """Read a plan.
+
+    Args:
+        name_or_path: a TOML file, or the name of a shipped plan.
+        acceptance: use this distribution of the plan for every workload.
+        tp: tensor-parallel sizes that replace the plan's.
+
+    Raises:
+        PlanError: for anything in the file that cannot be used, naming file and key.
+    """
+    path = find(name_or_path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as e:
+        raise PlanError(f"{path}: not readable as TOML: {e}") from e
+    try:
+        return _build(data, path, acceptance, tp)
+    except PlanError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as e:
+        raise PlanError(f"{path}: {e}") from e
+
+
+def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[int, ...] | None) -> TuningPlan:
+    _known("plan", data, _TOP)
+    batches = _ints("batches", data.get("batches"))
+    sizes = _ints("tp", list(tp)) if tp is not None else _ints("tp", data.get("tp", [1]))
+    names = data.get("targets", list(DEFAULT_TARGETS))
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise PlanError(f"{path}: targets: got {names!r}, expected a list of names such as {list(DEFAULT_TARGETS)}")
+    for name in names:
+        targets_module.named(name)
+    try:
+        budget = seconds(data.get("budget", "4m"))
+    except ValueError as e:
+        raise PlanError(f"{path}: budget: {e}") from e
+
+    table = data.get("acceptance", {})
+    if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
+        raise PlanError(f"{path}: acceptance: expected sections such as [acceptance.uniform]")
+    known = {name: _acceptance(name, entry, path) for name, entry in table.items()}
+    known.setdefault("uniform", Acceptance("uniform", "Assumed: every length equally likely.", uniform=True))
+    shared = data.get("problem", {})
+    if not isinstance(shared, dict):
+        raise PlanError(f"{path}: problem: expected a section [problem]")
+    _known("problem", shared, _PROBLEM_FIELDS)
+    raw = data.get("workload")
+    if not isinstance(raw, list) or not raw or not all(isinstance(w, dict) for w in raw):
+        raise PlanError(f"{path}: workload: expected at least one [[workload]] section")
+
+    workloads: list[Workload] = []
+    for number, entry in enumerate(raw, 1):
+        where = f"workload {number}"
+        _known(where, entry, _WORKLOAD)
+        chosen = acceptance or entry.get("acceptance", "uniform")
+        if chosen not in known:
+            raise PlanError(f"{path}: {where}: acceptance {chosen!r} is unknown; known: {', '.join(sorted(known))}")
+        facts = shared | {k: v for k, v in entry.items() if k in _PROBLEM_FIELDS}
+        missing = {"heads", "head_dim", "d_state", "groups", "tokens", "window"} - set(facts)
+        if missing:
+            raise PlanError(f"{path}: {where}: {', '.join(sorted(missing))} missing (here or in [problem])")
+        label = str(entry.get("label", f"T = {facts['tokens']}"))
+        for size in sizes:
+            workload = Workload(
+                label if size == 1 else f"{label}, TP {size}", _split(Problem.from_json(facts), size), known[chosen]
+            )
+            workload.lengths  # noqa: B018  a mean outside 1..T is found now, not after compiling
+            if any(w.problem == workload.problem for w in workloads):
+                raise PlanError(f"{path}: {where}: {workload.problem.label()} is named twice")
+            workloads.append(workload)
+    return TuningPlan(
+        name=str(data.get("name", path.stem)),
+        title=str(data.get("title", data.get("name", path.stem))),
+        source=" ".join(str(data.get("source", "")).split()),
+        targets=tuple(names),
+        batches=batches,
+        budget_s=budget,
+        workloads=tuple(workloads),
+    )
+
+
+def _known(where: str, entry: dict[str, Any], allowed: set[str]) -> None:
+    if unknown := set(entry) - allowed:
+        raise ValueError(f"{where}: unknown keys {sorted(unknown)}; known: {', '.join(sorted(allowed))}")
+
+
+def _ints(key: str, value: Any) -> tuple[int, ...]:
+    good = isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    if not good or min(value) < 1 or len(set(value)) != len(value):
+        raise ValueError(f"{key}: got {value!r}, expected a list of distinct positive ints")
+    return tuple(sorted(value))
+
+
+def _acceptance(name: str, entry: dict[str, Any], path: Path) -> Acceptance:
+    _known(f"acceptance.{name}", entry, {"source", "mean", "histogram", "histogram_file", "uniform"})
+    shares: Any = entry.get("histogram")
+    if shares is not None and not (isinstance(shares, list) and all(isinstance(s, int | float) for s in shares)):
+        raise ValueError(f"acceptance.{name}: histogram: got {shares!r}, expected a list of numbers")
+    if "histogram_file" in entry:
+        file = path.parent / str(entry["histogram_file"])
+        if not file.is_file():
+            raise ValueError(f"acceptance.{name}: histogram_file: no file {file}")
+        shares = read_histogram(file)
+    return Acceptance(
+        name=name,
+        source=" ".join(str(entry.get("source", "")).split()),
+        shares=None if shares is None else tuple(float(s) for s in shares),
+        mean=entry.get("mean"),
+        uniform=bool(entry.get("uniform", False)),
+    )
+
+
+def _split(problem: Problem, tp: int) -> Problem:
+    """The problem of one tensor-parallel rank: heads and groups divided; a single group is replicated."""
+    if tp == 1:
+        return problem
+    groups = problem.groups // tp if problem.groups > 1 else 1
+    if problem.heads % tp or (problem.groups > 1 and problem.groups % tp):
+        raise ValueError(f"tp: {tp} does not divide {problem.heads} heads and {problem.groups} groups")
+    return dataclasses.replace(problem, heads=problem.heads // tp, groups=groups)
