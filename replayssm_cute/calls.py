@@ -67,6 +67,7 @@ def random_call(
     *,
     slots: int | None = None,
     pnat: Sequence[int] | torch.Tensor | None = None,
+    ring_start: Sequence[int] | torch.Tensor | None = None,
     padding: Sequence[int] = (),
     pad_slot_id: int = -1,
     dead: float | None = float("nan"),
@@ -77,7 +78,7 @@ def random_call(
 
     Args:
         batch, slots: rows, and cache slots (default: batch + 3), assigned to rows by a random permutation.
-        pnat: live rows of each batch row; default random in 0..W.
+        pnat, ring_start: live rows and oldest live row of each batch row; default random in 0..W and 0..R-1.
         padding: batch rows that get `pad_slot_id`.
         dead: fills ring rows outside the live window and the slots that no row names; None keeps random values.
         seed: of the generator; tensors are drawn on the CPU, so that every device sees the same ones.
@@ -99,6 +100,8 @@ def random_call(
     live = torch.randint(0, p.window + 1, (slots,), generator=gen, dtype=torch.int32)
     if pnat is not None:
         live[named] = torch.as_tensor(pnat, dtype=torch.int32).expand(batch)
+    if ring_start is not None:
+        start[named] = torch.as_tensor(ring_start, dtype=torch.int32).expand(batch)
     call = Call(
         state=randn(slots, p.heads, p.head_dim, p.d_state).to(dtypes.TORCH[p.state_dtype]),
         x_cache=randn(slots, p.heads, rows, p.head_dim).to(io),

@@ -1,0 +1,61 @@
+# make tune   tune a real model's geometry with whatever this machine has, and draw the report
+# make test   the tests (those that need a GPU are skipped with a reason where there is none)
+# make help   the rest
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV ?= .venv
+EXTRAS ?= tuning,dev
+PLAN ?= tuning/plans/nemotron3-super.toml
+REPORT_DIR ?= reports
+PYTEST_ARGS ?=
+
+comma := ,
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv tune test test-gpu lint format clean
+
+help:
+	@echo 'make venv      create $(VENV) and install the project with constraints.txt and the extras [$(EXTRAS)]'
+	@echo 'make tune      sweep PLAN=$(PLAN), then draw the report'
+	@echo 'make test      run the tests'
+	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo 'make lint      ruff format --check, ruff check, mypy'
+	@echo 'make format    let ruff format and fix'
+	@echo 'make clean     remove caches and build output (not $(VENV))'
+	@echo 'Settings: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PLAN=$(PLAN) PYTEST_ARGS=$(PYTEST_ARGS)'
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'No Python 3.11 or newer found; install one or say make PYTHON=/path/to/python …' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	sys.exit(0 if v >= (3, 11) else f"{sys.executable} is Python {v.major}.{v.minor}; 3.11 or newer is needed: make PYTHON=/path/to/python …")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+tune: venv
+	$(BIN)/python -m replayssm_tuning sweep --plan $(PLAN)
+	$(BIN)/python -m replayssm_tuning report
+
+test: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: venv
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,51 @@
+"""Shared by all tests: an own kernel cache per run, and the rule for tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from replayssm_cute import target
+
+
+def gpu_skip_reason() -> str | None:
+    """Why tests marked gpu cannot run here, or None if they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU available to torch"
+    try:
+        target.of_device(torch.cuda.current_device())
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep tests away from the user's kernel cache; a directory set by hand is respected (to keep it warm)."""
+    if "REPLAYSSM_TEST_CACHE_DIR" in os.environ:
+        os.environ["REPLAYSSM_CACHE_DIR"] = os.environ["REPLAYSSM_TEST_CACHE_DIR"]
+        return
+    scratch = tempfile.TemporaryDirectory(prefix="replayssm-test-cache-")
+    os.environ["REPLAYSSM_CACHE_DIR"] = scratch.name
+    config.add_cleanup(scratch.cleanup)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu where no GPU can run them; the reason is in pytest's summary."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := gpu_skip_reason()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that moves the cache or sets switches does so through monkeypatch; nothing leaks to the next one."""
+    before = {k: v for k, v in os.environ.items() if k.startswith("REPLAYSSM_")}
+    yield
+    monkeypatch.undo()
+    after = {k: v for k, v in os.environ.items() if k.startswith("REPLAYSSM_")}
+    assert after == before, f"the test changed the environment: {before} became {after}"
