@@ -85,11 +85,11 @@ class TileConfig:
 class SharedLayout:
     """Byte offsets of a step CTA's shared memory; states first, for their 1,024-byte alignment."""
 
-    state: int
     stage_bytes: int
     warp_bytes: int
     products: int
     units: int
+    product_stride: int
     product_floats: int
     vectors: int
     vector_floats: int
@@ -111,7 +111,8 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     window_pad = _up(problem.window, 8)
     # B·C is split over N in units of 32 columns, dealt to the warps; each unit's owner keeps one partial sum.
     units = min(warps, problem.d_state // 32)
-    product_floats = (window_pad + tokens_pad) * tokens_pad
+    product_stride = tokens_pad if tokens_pad == 8 else 24  # rows t and t + 2 of a fragment read must not share banks
+    product_floats = (window_pad + tokens_pad) * product_stride
     # weight of each old row, exp(n_t), dt_t and A*dt_t of each new token, exp(C_tot)
     vector_floats = _up(window_pad + 3 * tokens_pad + 1, 4)
     offset = config.stages * stage_bytes
@@ -119,11 +120,11 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     vectors, offset = offset, offset + config.heads_per_cta * vector_floats * 4
     barriers, offset = _up(offset, 8), _up(offset, 8) + warps * config.stages * 8
     return SharedLayout(
-        state=0,
         stage_bytes=stage_bytes,
         warp_bytes=warp_bytes,
         products=products,
         units=units,
+        product_stride=product_stride,
         product_floats=product_floats,
         vectors=vectors,
         vector_floats=vector_floats,

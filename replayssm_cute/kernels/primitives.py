@@ -1,0 +1,124 @@
+"""Register-level building blocks: warp MMAs, 16-bit packing, word loads and stores.
+
+Inline PTX is declared free of side effects, so that the compiler may schedule and merge it like arithmetic.
+Registers that hold two 16-bit values are Int32 "words": low half first in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+CUTLASS_TYPE = {
+    "f32": cutlass.Float32,
+    "bf16": cutlass.BFloat16,
+    "f16": cutlass.Float16,
+    "i32": cutlass.Int32,
+    "i64": cutlass.Int64,
+}
+PTX_TYPE = {"bf16": "bf16", "f16": "f16"}
+
+
+def _asm(result: Any, operands: list[Any], text: str, constraints: str, loc: Any, ip: Any) -> Any:
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _mma(shape_types: str, c: Any, a: Any, b: Any, loc: Any, ip: Any) -> tuple[Float32, ...]:
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
+    operands += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
+    struct = llvm.StructType.get_literal([T.f32()] * 4)
+    result = _asm(
+        struct,
+        operands,
+        f"mma.sync.aligned.{shape_types} {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        loc,
+        ip,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def mma_tf32(c: Any, a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """c + a·b for one m16n8k8 tile; a (4) and b (2) are f32 bit patterns, of which tf32's bits count."""
+    return _mma("m16n8k8.row.col.f32.tf32.tf32.f32", c, a, b, loc, ip)
+
+
+@dsl_user_op
+def mma_16bit(kind: str, c: Any, a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """c + a·b for one m16n8k16 tile; a (4) and b (2) are words of two bf16 or f16 (`kind`)."""
+    t = PTX_TYPE[kind]
+    return _mma(f"m16n8k16.row.col.f32.{t}.{t}.f32", c, a, b, loc, ip)
+
+
+@dsl_user_op
+def to_tf32(v: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Bits of v rounded to the nearest tf32 (ties away); NaN stays NaN."""
+    return Int32(_asm(T.i32(), [Float32(v).ir_value(loc=loc, ip=ip)], "cvt.rna.tf32.f32 $0, $1;", "=r,f", loc, ip))
+
+
+@dsl_user_op
+def low_half(kind: str, word: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first of a word's two 16-bit values, as f32."""
+    w = Int32(word).ir_value(loc=loc, ip=ip)
+    if kind == "bf16":
+        return Float32(_asm(T.f32(), [w], "shl.b32 $0, $1, 16;", "=f,r", loc, ip))
+    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }"
+    return Float32(_asm(T.f32(), [w], text, "=f,r", loc, ip))
+
+
+@dsl_user_op
+def high_half(kind: str, word: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The second of a word's two 16-bit values, as f32."""
+    w = Int32(word).ir_value(loc=loc, ip=ip)
+    if kind == "bf16":
+        return Float32(_asm(T.f32(), [w], "and.b32 $0, $1, 0xffff0000;", "=f,r", loc, ip))
+    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, hi; }"
+    return Float32(_asm(T.f32(), [w], text, "=f,r", loc, ip))
+
+
+@dsl_user_op
+def pack(kind: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two f32 rounded to the nearest bf16 or f16, as one word."""
+    operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, f"cvt.rn.{PTX_TYPE[kind]}x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+def bits(v: Any) -> Int32:
+    """An f32 value's bits."""
+    return Float32(v).bitcast(Int32)
+
+
+def as_float(word: Any) -> Float32:
+    """A word's bits as f32."""
+    return Int32(word).bitcast(Float32)
+
+
+def load_words(pointer: cute.Pointer, count: int) -> list[Int32]:
+    """`count` consecutive 4-byte words in one access; the pointer's known alignment decides its width."""
+    words = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(count)).load()
+    return [words[i] for i in range(count)]
+
+
+def store_words(pointer: cute.Pointer, words: list[Int32]) -> None:
+    """Consecutive 4-byte words in one access."""
+    fragment = cute.make_rmem_tensor(cute.make_layout(len(words)), Int32)
+    for i, word in enumerate(words):
+        fragment[i] = word
+    target = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(len(words)))
+    target.store(fragment.load())
