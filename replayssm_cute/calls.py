@@ -81,6 +81,7 @@ def random_call(
         pnat, ring_start: live rows and oldest live row of each batch row; default random in 0..W and 0..R-1.
         padding: batch rows that get `pad_slot_id`.
         dead: fills ring rows outside the live window and the slots that no row names; None keeps random values.
+        pad_slot_id: never assigned to a live row; where it is a real slot, that slot is poisoned like unnamed ones.
         seed: of the generator; tensors are drawn on the CPU, so that every device sees the same ones.
     """
     p = problem
@@ -95,6 +96,9 @@ def random_call(
         return torch.rand(shape, generator=gen) * (high - low) + low
 
     order = torch.randperm(slots, generator=gen)
+    order = order[order != pad_slot_id]  # no live row may name the padding slot
+    if p.index_dtype is not None and len(order) < batch:
+        raise ValueError(f"slots: got {slots}, expected at least {batch} beside the padding slot")
     named = order[:batch] if p.index_dtype is not None else torch.arange(batch)
     start = torch.randint(0, rows, (slots,), generator=gen, dtype=torch.int32)
     live = torch.randint(0, p.window + 1, (slots,), generator=gen, dtype=torch.int32)

@@ -113,10 +113,6 @@ def test_padding_rows_are_zero_and_touch_nothing(pad: int, index: str) -> None:
     problem = dataclasses.replace(SMALL, index_dtype=index)
     call = random_call(problem, 6, slots=12, seed=3, pad_slot_id=pad, padding=(1, 4), dead=None)
     assert call.state_batch_indices is not None
-    free = sorted(set(range(12)) - set(call.state_batch_indices.tolist()) - {pad})
-    for row in (0, 2, 3):  # a live row may hold the pad slot's number by chance: move it away
-        if call.state_batch_indices[row] == pad:
-            call.state_batch_indices[row] = free.pop()
     call.state_batch_indices[5] = -7
     before, expected = call.clone(), oracle_step(widen(call.clone()))
     run(call)
