@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from replayssm_cute import ring
+from replayssm_cute.problem import Problem
 
 _SUM_TOLERANCE = 0.02  # published shares are rounded; they are renormalized within this
 
@@ -171,6 +172,11 @@ def stationary(lengths: Sequence[float], window: int) -> Mix:
         flush=sum(s for n, s in enumerate(pnat_shares) if ring.flushes(n, tokens, window)),
         mean_length=sum(k * s for k, s in enumerate(lengths, 1)),
     )
+
+
+def flush_rows(pnat: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Which rows of `pnat` flush."""
+    return ring.flushes(pnat, problem.tokens, problem.window)
 
 
 def quotas(shares: Iterable[float], rows: int) -> list[int]:
