@@ -42,11 +42,12 @@ class Call:
 
     def clone(self) -> Call:
         """A deep copy that keeps every tensor's strides (stride-0 views stay views)."""
-        return Call(**{k: _clone(v) if isinstance(v, torch.Tensor) else v for k, v in self.kwargs().items()})
+        return self.to(None)
 
-    def to(self, device: torch.device | str) -> Call:
-        """The same call on another device."""
-        return Call(**{k: _clone(v, device) if isinstance(v, torch.Tensor) else v for k, v in self.kwargs().items()})
+    def to(self, device: torch.device | str | None) -> Call:
+        """The same call on another device (None: a copy on its own), strides kept."""
+        copies: dict[str, Any] = {k: _clone(v, device) for k, v in self.kwargs().items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(self, **copies)
 
 
 WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from .calls import Call
+from . import ring
+from .calls import WRITTEN, Call
 from .problem import Problem
 from .reference import checkpointing_ssu_reference
 
@@ -22,7 +24,8 @@ class Errors:
         state: the same norm ratio over the slots that flushed (0 when none did).
         dt: largest relative error of the appended dt rows.
         rings_exact: x and B rings equal bit for bit, everywhere.
-        untouched_exact: states of slots that did not flush, dead dt rows, and zeros of padding rows are bitwise right.
+        untouched_exact: states of slots that did not flush, other dt rows, cursors, every input, and the zeros of
+            padding rows are bitwise right.
     """
 
     out: float
@@ -51,7 +54,7 @@ class Bounds:
         if not e.rings_exact:
             return "x or B ring rows differ from the reference's"
         if not e.untouched_exact:
-            return "memory that the step must not touch, or a padding row's zeros, differ"
+            return "memory that the step must not touch, an input, or a padding row's zeros differ"
         return None
 
 
@@ -84,6 +87,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)))
 
 
+def _read_only(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in call.kwargs().items():
+        if isinstance(value, torch.Tensor) and name not in WRITTEN:
+            yield name, value
+
+
 def errors(before: Call, after: Call) -> Errors:
     """Errors of `after`, the call's tensors after a step under test, given `before`, a clone from before it."""
     ref = before.clone()
@@ -100,22 +109,23 @@ def errors(before: Call, after: Call) -> Errors:
     index = slots[live].long()
     window, tokens = before.x_cache.shape[2] - before.x.shape[1], before.x.shape[1]
     pnat = before.prev_num_accepted_tokens[index]
-    flushed = index[pnat + tokens > window]
+    flushed = index[ring.flushes(pnat, tokens, window)]
     kept = torch.ones(before.state.shape[0], dtype=torch.bool, device=device)
     kept[flushed] = False
 
     appended = torch.zeros(before.dt_cache.shape[0], before.dt_cache.shape[2], dtype=torch.bool, device=device)
     start = before.ring_start[index]
     for t in range(tokens):
-        appended[index, ((start + pnat + t) % (window + tokens)).long()] = True
+        appended[index, ((start + pnat + t) % ring.ring_rows(window, tokens)).long()] = True
     dt_new, dt_ref = after.dt_cache.transpose(1, 2)[appended], ref.dt_cache.transpose(1, 2)[appended]
-    dt_error = ((dt_new.double() - dt_ref).abs() / dt_ref.abs().clamp_min(1e-30)).max() if dt_ref.numel() else torch.zeros(())
+    dt_error = (
+        ((dt_new.double() - dt_ref).abs() / dt_ref.abs().clamp_min(1e-30)).max() if dt_ref.numel() else torch.zeros(())
+    )
     untouched = (
         _same_bits(after.state[kept], before.state[kept])
         and _same_bits(after.dt_cache.transpose(1, 2)[~appended], before.dt_cache.transpose(1, 2)[~appended])
         and not bool(after.out[~live].any())
-        and _same_bits(after.ring_start, before.ring_start)
-        and _same_bits(after.prev_num_accepted_tokens, before.prev_num_accepted_tokens)
+        and all(_same_bits(getattr(after, name), value) for name, value in _read_only(before))
     )
     dt_value = float(dt_error)
     return Errors(
