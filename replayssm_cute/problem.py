@@ -52,12 +52,15 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive int")
+        for name in ("has_z", "dt_softplus", "pdl"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.heads % self.groups:
             raise ValueError(f"groups: {self.heads} heads do not divide into {self.groups} groups")
         if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected one of {HEAD_DIMS}")
+            raise ValueError(f"head_dim: got {self.head_dim} (P of state), expected one of {HEAD_DIMS}")
         if self.d_state not in D_STATES:
-            raise ValueError(f"d_state: got {self.d_state}, expected one of {D_STATES}")
+            raise ValueError(f"d_state: got {self.d_state} (N of state), expected one of {D_STATES}")
         if self.tokens > self.window:
             raise ValueError(
                 f"window: got W = {self.window} with T = {self.tokens}; R = W + T needs T <= W (R >= 2T), "
@@ -132,9 +135,8 @@ class Problem:
 
     def label(self) -> str:
         """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16'."""
-        return (
-            f"{self.heads}x{self.head_dim}x{self.d_state}/{self.groups} {self.state_dtype} T{self.tokens} W{self.window}"
-        )
+        geometry = f"{self.heads}x{self.head_dim}x{self.d_state}/{self.groups}"
+        return f"{geometry} {self.state_dtype} T{self.tokens} W{self.window}"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -168,20 +170,36 @@ def _dtype(name: str, t: torch.Tensor, names: Sequence[str], why: str = "") -> s
 
 
 def _rows(name: str, t: torch.Tensor, align: int) -> None:
-    """Last dimension contiguous, every row start a multiple of `align` bytes."""
-    if t.stride(-1) != 1 and t.shape[-1] != 1:
+    """Last dimension contiguous, every row start a multiple of `align` bytes, no row twice.
+
+    Strides of dimensions of size 1 count too: kernels check the alignment that they were promised, not its use.
+    """
+    if t.stride(-1) != 1:
         raise ValueError(f"{name}: got stride {t.stride(-1)} on its last dimension, expected 1 (contiguous rows)")
     size = t.element_size()
     for d in range(t.dim() - 1):
-        if t.shape[d] > 1 and (t.stride(d) * size) % align:
+        if (t.stride(d) * size) % align:
             raise ValueError(
                 f"{name}: got stride {t.stride(d)} ({t.stride(d) * size} bytes) on dimension {d}, "
                 f"expected a multiple of {align} bytes"
             )
-        if t.stride(d) < 0 or (t.stride(d) == 0 and t.shape[d] > 1):
-            raise ValueError(f"{name}: got stride {t.stride(d)} on dimension {d}, expected a positive one")
+        if t.stride(d) == 0 and t.shape[d] > 1:
+            raise ValueError(f"{name}: got stride 0 on dimension {d}, expected a positive one")
     if t.data_ptr() % align:
-        raise ValueError(f"{name}: got a data pointer {t.data_ptr() % align} bytes past a multiple of {align}, expected 0")
+        raise ValueError(
+            f"{name}: got a data pointer {t.data_ptr() % align} bytes past a multiple of {align}, expected 0"
+        )
+
+
+def _distinct(name: str, t: torch.Tensor) -> None:
+    """No two elements of a tensor that is written share memory."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride <= reach:
+            raise ValueError(
+                f"{name}: got strides {t.stride()} for shape {tuple(t.shape)}, expected no overlapping elements"
+            )
+        reach += stride * (size - 1)
 
 
 def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> None:
@@ -262,12 +280,16 @@ def from_tensors(
     slots, heads, head_dim, d_state = state.shape
     batch, tokens = x.shape[0], x.shape[1]
     groups, rows = B_cache.shape[1], x_cache.shape[2]
+    if slots < 1:
+        raise ValueError(f"state: got shape {tuple(state.shape)}, expected at least one slot")
     if batch < 1 or tokens < 1:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected at least one row and one token")
     if groups < 1 or heads % groups:
         raise ValueError(f"B_cache: {heads} heads of state do not divide into its {groups} groups")
     if rows < 2 * tokens:
-        raise ValueError(f"x_cache: got R = {rows} ring rows with T = {tokens}, expected R >= 2T (that is, T <= W = R - T)")
+        raise ValueError(
+            f"x_cache: got R = {rows} ring rows with T = {tokens}, expected R >= 2T (that is, T <= W = R - T)"
+        )
 
     state_dtype = _dtype("state", state, (*dtypes.STATE, *dtypes.EIGHT_BIT))
     io = _dtype("x", x, dtypes.IO)
@@ -307,11 +329,23 @@ def from_tensors(
         _shape("state_batch_indices", state_batch_indices, (batch,), "(batch,)")
         index_dtype = _dtype("state_batch_indices", state_batch_indices, dtypes.INDEX)
     elif slots < batch:
-        raise ValueError(f"state: got {slots} slots for {batch} rows without state_batch_indices, expected at least {batch}")
+        raise ValueError(
+            f"state: got {slots} slots for {batch} rows without state_batch_indices, expected at least {batch}"
+        )
 
-    for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache), ("x", x), ("B", B), ("C", C), ("out", out)):
+    for name, t in (
+        ("state", state),
+        ("x_cache", x_cache),
+        ("B_cache", B_cache),
+        ("x", x),
+        ("B", B),
+        ("C", C),
+        ("out", out),
+    ):
         _rows(name, t, ROW_ALIGN)
     _rows("dt_cache", dt_cache, 4)
+    for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache), ("dt_cache", dt_cache), ("out", out)):
+        _distinct(name, t)
     _broadcast("dt", dt, (3,), "one value a head, expanded over P")
     _broadcast("A", A, (1, 2), "one value a head, expanded over P and N")
 

@@ -1,0 +1,171 @@
+"""Problem: made from tensors with every check, JSON round trip, hashing, and messages that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import PROBLEM, Bad, bad_inputs, good_call
+
+from replayssm_cute import problem
+from replayssm_cute.calls import Call
+from replayssm_cute.problem import Problem
+
+BAD = list(bad_inputs())
+
+
+def arguments(call: Call) -> dict[str, Any]:
+    """The arguments of from_tensors."""
+    kwargs = call.kwargs()
+    del kwargs["pad_slot_id"]
+    return kwargs | {"enable_pdl": False}
+
+
+def test_the_unchanged_call_is_good() -> None:
+    assert problem.from_tensors(**arguments(good_call())) == PROBLEM
+
+
+def test_the_table_is_large_and_names_are_unique() -> None:
+    assert len(BAD) > 150
+    assert len({bad.name for bad in BAD}) == len(BAD)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda b: b.name)
+def test_bad_input_is_refused_by_name(bad: Bad) -> None:
+    """The right exception, and the argument, what came and what was expected, in the message, in that order."""
+    kwargs = arguments(good_call())
+    bad.change(kwargs)
+    with pytest.raises(bad.error) as caught:
+        problem.from_tensors(**kwargs)
+    assert type(caught.value) is bad.error
+    name, *words = bad.words
+    pattern = ".*".join((f"{name}: ", *map(re.escape, words)))
+    assert re.match(pattern, str(caught.value)), f"{caught.value} does not say {bad.words}"
+
+
+@pytest.mark.parametrize("name", ["dt_softplus", "enable_pdl"])
+def test_flags_are_bools(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: got int, expected bool"):
+        problem.from_tensors(**arguments(good_call()) | {name: 1})
+
+
+@pytest.mark.parametrize("name", ["state_scale", "rand_seed", "cu_seqlens", "max_seqlen"])
+def test_arguments_that_are_not_served_are_named(name: str) -> None:
+    nothing: dict[str, object] = dict.fromkeys(("state_scale", "rand_seed", "cu_seqlens", "max_seqlen"))
+    problem.not_served(**nothing)
+    with pytest.raises(NotImplementedError, match=f"{name}: not served yet"):
+        problem.not_served(**nothing | {name: torch.zeros(1)})
+
+
+def test_valid_layouts_are_accepted() -> None:
+    """Slices of one wide projection, slots in a page pool, strided cursors and indices: the contract allows them."""
+    call = good_call()
+    batch, T, H, P = call.x.shape
+    G, N = call.B.shape[2:]
+    wide = torch.zeros(batch, T, 2 * H * P + 2 * G * N, dtype=call.x.dtype)
+    z, x, B, C = wide.split([H * P, H * P, G * N, G * N], dim=-1)
+    call.z, call.x = z.unflatten(-1, (H, P)), x.unflatten(-1, (H, P))
+    call.B, call.C = B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
+    pool = torch.zeros(call.state.shape[0], call.state[0].numel() + 4)
+    call.state = pool[:, :-4].unflatten(-1, call.state.shape[1:])
+    cursors = torch.zeros(call.state.shape[0], 2, dtype=torch.int32)
+    call.ring_start, call.prev_num_accepted_tokens = cursors.unbind(1)
+    call.state_batch_indices = torch.arange(2 * batch, dtype=torch.int32)[::2]
+    projection = torch.zeros(batch, T, 3_000_000 // T + H)
+    call.dt = projection[..., 1 : 1 + H].bfloat16()[..., None].expand(batch, T, H, P)
+    assert problem.from_tensors(**arguments(call)) == PROBLEM
+
+
+@pytest.mark.parametrize("name", ["D", "z", "dt_bias", "state_batch_indices"])
+def test_optional_tensors_are_recorded(name: str) -> None:
+    made = problem.from_tensors(**arguments(good_call()) | {name: None})
+    field = {"D": "d_dtype", "z": "has_z", "dt_bias": "dt_bias_dtype", "state_batch_indices": "index_dtype"}[name]
+    assert made == dataclasses.replace(PROBLEM, **{field: False if name == "z" else None})
+
+
+@pytest.mark.parametrize("dtype,short", [(torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")])
+@pytest.mark.parametrize("name,field", [("A", "a_dtype"), ("D", "d_dtype"), ("dt_bias", "dt_bias_dtype")])
+def test_weight_dtypes_are_independent(name: str, field: str, dtype: torch.dtype, short: str) -> None:
+    kwargs = arguments(good_call())
+    value = kwargs[name]
+    kwargs[name] = value[(slice(None), *(0,) * (value.dim() - 1))].to(dtype).view(-1, *(1,) * (value.dim() - 1))
+    kwargs[name] = kwargs[name].expand(value.shape)
+    assert problem.from_tensors(**kwargs) == dataclasses.replace(PROBLEM, **{field: short})
+
+
+@pytest.mark.parametrize(
+    "changes,error,message",
+    [
+        ({"heads": 0}, ValueError, "heads: got 0, expected a positive int"),
+        ({"tokens": True}, ValueError, "tokens: got True, expected a positive int"),
+        ({"window": 2.0}, ValueError, "window: got 2.0, expected a positive int"),
+        ({"groups": 3}, ValueError, "groups: 8 heads do not divide into 3 groups"),
+        ({"head_dim": 96}, ValueError, "head_dim: got 96 .*expected one of (64, 80, 128)"),
+        ({"d_state": 16}, ValueError, "d_state: got 16 .*expected one of (64, 128, 256)"),
+        ({"tokens": 8}, ValueError, "window: got W = 7 with T = 8"),
+        ({"window": 17}, NotImplementedError, "window: W = 17"),
+        ({"state_dtype": "i8"}, NotImplementedError, "state: i8 state (8-bit)"),
+        ({"state_dtype": "f64"}, TypeError, "state_dtype: got 'f64', expected one of"),
+        ({"io_dtype": None}, TypeError, "io_dtype: got None"),
+        ({"io_dtype": "f16"}, TypeError, "dt: got dtype bf16, expected x's (f16) or f32"),
+        ({"index_dtype": "i16"}, TypeError, "index_dtype: got 'i16', expected one of .* or None"),
+        ({"has_z": 1}, TypeError, "has_z: got 1, expected a bool"),
+        ({"pdl": None}, TypeError, "pdl: got None, expected a bool"),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_fields_are_checked(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    pattern = re.escape(message).replace(r"\.\*", ".*").replace(r"\ ", " ")
+    with pytest.raises(error, match=pattern):
+        dataclasses.replace(PROBLEM, **changes)
+
+
+def test_json_round_trip() -> None:
+    text = json.dumps(PROBLEM.to_json())
+    again = Problem.from_json(json.loads(text))
+    assert again == PROBLEM and hash(again) == hash(PROBLEM)
+
+
+def test_json_with_unknown_or_missing_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"problem: unknown fields \['colour'\]"):
+        Problem.from_json(PROBLEM.to_json() | {"colour": 1})
+    data = PROBLEM.to_json()
+    del data["heads"]
+    with pytest.raises(TypeError, match="heads"):
+        Problem.from_json(data)
+
+
+def test_every_field_tells_problems_apart() -> None:
+    """No field is left out of equality: a kernel for one problem never serves another."""
+    other = {
+        "heads": 16,
+        "head_dim": 128,
+        "d_state": 64,
+        "groups": 4,
+        "tokens": 2,
+        "window": 8,
+        "state_dtype": "f16",
+        "io_dtype": "f16",
+        "dt_dtype": "f32",
+        "a_dtype": "bf16",
+        "d_dtype": None,
+        "dt_bias_dtype": "f32",
+        "has_z": False,
+        "dt_softplus": False,
+        "index_dtype": "i64",
+        "pdl": True,
+    }
+    assert set(other) == {f.name for f in dataclasses.fields(Problem)}
+    base = dataclasses.replace(PROBLEM, dt_dtype="f32")
+    for name, value in other.items():
+        start = base if name == "io_dtype" else PROBLEM
+        assert dataclasses.replace(start, **{name: value}) != start, name
+
+
+def test_derived_facts() -> None:
+    assert (PROBLEM.ring_rows, PROBLEM.heads_per_group, PROBLEM.state_bytes) == (10, 4, 4)
+    assert PROBLEM.label() == "8x64x128/2 f32 T3 W7"
