@@ -1,0 +1,52 @@
+"""Checkpointing SSU (ReplaySSM) decode for Mamba2 in CuTe DSL.
+
+Most names are imported on first use, so that importing the package costs little beside torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# At once, since the function must win over the module of the same name; the module itself is light.
+from .warmup import warmup
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import checkpointing_ssu, explain, use_tables
+    from .config import TileConfig
+    from .problem import Problem
+    from .ring import commit
+
+_HOME = {
+    "Problem": "problem",
+    "TileConfig": "config",
+    "checkpointing_ssu": "api",
+    "commit": "ring",
+    "explain": "api",
+    "use_tables": "api",
+}
+
+__all__ = [
+    "Problem",
+    "TileConfig",
+    "__version__",
+    "checkpointing_ssu",
+    "commit",
+    "explain",
+    "use_tables",
+    "warmup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -225,8 +225,19 @@ def _load(path: Path) -> Kernel:
     return function
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether the current stream is capturing a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def capture_error(problem: Problem, config: TileConfig, batch: int | None) -> RuntimeError:
+    """The error of a call that would need a kernel prepared while a graph is captured."""
+    rows = "" if batch is None else f", batch {batch}"
+    return RuntimeError(
+        f"the kernel for problem {problem.label()}, config {config.label()}{rows} is not ready, and a CUDA graph is "
+        f"being captured: nothing can be compiled or loaded now. Before the capture, call "
+        f"replayssm_cute.warmup(problems, batches) with this problem and batch among them."
+    )
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -277,12 +288,8 @@ def get(problem: Problem, config: TileConfig, target: Target, *, batch: int | No
     if kernel is not None:
         _counts["memory"] += 1
         return kernel
-    if _capturing():
-        raise RuntimeError(
-            f"the kernel for problem {problem.label()}, config {config.label()}"
-            f"{'' if batch is None else f', batch {batch}'} is not loaded, and a CUDA graph is being captured: "
-            f"nothing can be compiled or loaded now. Call replayssm_cute.warmup(problems, batches) before the capture."
-        )
+    if capturing():
+        raise capture_error(problem, config, batch)
     with _lock:
         if name in _memory:  # another thread was faster
             _counts["memory"] += 1

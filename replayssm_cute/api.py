@@ -1,0 +1,247 @@
+"""The public call: one checkpointing step, and the explanation of how it is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checks, plan, tables
+from .config import TileConfig
+from .problem import Problem, from_tensors, not_served
+from .reference import checkpointing_ssu_reference
+from .target import Target, named
+
+
+def checkpointing_ssu(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    state_scale: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    philox_rounds: int = 10,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    enable_pdl: bool = False,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """One checkpointing step of Mamba2 on T new tokens a row, in place, on the operands' device and current stream.
+
+    Computes the outputs of the T tokens from each row's logical state (its checkpoint advanced through the live
+    ring rows), appends the tokens to the ring, and writes the logical state of before the new tokens to `state`
+    for the rows that flush: those with pnat + T > W. Cursors are read, never written (see `commit`).
+    With b rows, H heads of P (head_dim) by N (d_state), G groups, R = W + T ring rows, T <= W:
+
+    Args:
+        state: (slots, H, P, N) checkpoints, f32, bf16 or f16.
+        x_cache: (slots, H, R, P) ring of x, x's dtype.
+        B_cache: (slots, G, R, N) ring of B, x's dtype.
+        dt_cache: (slots, H, R) ring of processed dt, f32.
+        ring_start: (slots,) int32, the oldest live ring row, 0..R-1; may be strided.
+        prev_num_accepted_tokens: (slots,) int32, the number of live rows (pnat), 0..W; may be strided.
+        x: (b, T, H, P) bf16 or f16.
+        dt: (b, T, H, P) with stride 0 on P, x's dtype or f32.
+        A: (H, P, N) with strides 0 on P and N, f32, bf16 or f16; negative values.
+        B, C: (b, T, G, N), x's dtype.
+        out: (b, T, H, P), x's dtype; written.
+        D: (H, P) with stride 0 on P, any float dtype: y += D x.
+        z: (b, T, H, P), x's dtype: y *= z sigmoid(z).
+        dt_bias: (H, P) with stride 0 on P, any float dtype: added to dt.
+        dt_softplus: whether dt goes through softplus (after the bias).
+        state_batch_indices: (b,) int32 or int64 slots; None means row i uses slot i. Live slots are distinct.
+        pad_slot_id: rows with this slot, or a negative one, are padding: output zero, caches untouched.
+        state_scale, rand_seed, cu_seqlens, max_seqlen: not served yet; must be None.
+        philox_rounds: has no effect without rand_seed.
+        enable_pdl: promises that the direct predecessor on the stream writes only x, B, C, dt and z.
+        config: forces a tile config; None takes the tuned tables' or the default rule's. No effect on the CPU.
+
+    Slots may be strided views into a page pool. Rows (the last dimension) are contiguous; rows of state, x_cache,
+    B_cache, x, B, C, z and out start at multiples of 16 bytes. CPU tensors run the reference. REPLAYSSM_CHECK=1
+    also checks slots and cursors of CUDA tensors, which synchronizes.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: a wrong rank, shape, device, stride, alignment or value, or a config that cannot run here.
+        NotImplementedError: what is not served yet.
+        RuntimeError: no kernels for this GPU, or a kernel that is not ready during a graph capture.
+    """
+    if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
+        not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
+    if isinstance(state, torch.Tensor) and state.is_cuda:
+        if _CHECK:
+            problem = from_tensors(
+                state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
+                dt_bias, dt_softplus, state_batch_indices, enable_pdl,
+            )  # fmt: skip
+            _check_values(problem, x, ring_start, prev_num_accepted_tokens, state_batch_indices, pad_slot_id)
+        return plan.run(
+            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
+            dt_bias, dt_softplus, state_batch_indices, pad_slot_id, enable_pdl, config,
+        )  # fmt: skip
+    problem = from_tensors(
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
+        dt_bias, dt_softplus, state_batch_indices, enable_pdl,
+    )  # fmt: skip
+    if state.device.type != "cpu":
+        raise ValueError(f"state: on device {state.device}, expected a CUDA device or the CPU")
+    if config is not None and not isinstance(config, TileConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected TileConfig or None")
+    _check_values(problem, x, ring_start, prev_num_accepted_tokens, state_batch_indices, pad_slot_id)
+    with torch.no_grad():
+        return checkpointing_ssu_reference(
+            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
+            dt_bias, dt_softplus, state_batch_indices, pad_slot_id,
+        )  # fmt: skip
+
+
+_CHECK = checks.enabled()
+_SIGNATURE = inspect.signature(checkpointing_ssu)
+
+
+def _check_values(
+    problem: Problem,
+    x: torch.Tensor,
+    ring_start: torch.Tensor,
+    pnat: torch.Tensor,
+    slots: torch.Tensor | None,
+    pad_slot_id: int,
+) -> None:
+    plan.check_pad_slot_id(pad_slot_id)
+    checks.check_values(
+        ring_start, pnat, slots, pad_slot_id, batch=x.shape[0], tokens=problem.tokens, window=problem.window
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a call is run, and why; `str()` of it is for people.
+
+    Attributes:
+        problem, batch: what is asked.
+        target: the GPU, None when CPU tensors run the reference.
+        choice: config, source and reason; None for the reference.
+    """
+
+    problem: Problem
+    batch: int
+    target: Target | None
+    choice: tables.Choice | None
+
+    @property
+    def config(self) -> TileConfig | None:
+        """The tile config, None for the reference."""
+        return self.choice.config if self.choice else None
+
+    @property
+    def source(self) -> str:
+        """ "table", "nearest", "default", "forced" or "reference"."""
+        return self.choice.source if self.choice else "reference"
+
+    def __str__(self) -> str:
+        head = f"{self.problem.label()}, batch {self.batch}"
+        if self.choice is None or self.target is None:
+            return f"{head}: CPU tensors run the reference in plain torch"
+        lines = [
+            f"{head} on {self.target.name} ({self.target.arch})",
+            f"  config: {self.choice.config.label()}  ({self.choice.config})",
+            f"  why:    {self.choice.reason}",
+        ]
+        if self.choice.table is not None:
+            lines.append(f"  table:  {self.choice.table}")
+        if self.choice.provenance == "estimated":
+            lines.append("  note:   estimated by the cost model, never measured on this GPU")
+        if (cell := self.choice.cell) is not None:
+            verb = "estimated" if self.choice.provenance == "estimated" else "measured"
+            lines.append(
+                f"  {verb}: {cell.time_us:.1f} us at batch {cell.batch}, {cell.gb_s:.0f} GB/s, "
+                f"{100 * cell.limit_fraction:.0f}% of the read limit"
+            )
+            if cell.runner_up is not None and cell.margin is not None:
+                lines.append(f"  next:   {cell.runner_up.label()}, {100 * cell.margin:.1f}% slower")
+            if cell.default_us is not None:
+                lines.append(f"  default rule's config: {cell.default_us:.1f} us")
+            lines += [f"  {name}: {us:.1f} us" for name, us in sorted(cell.peers.items())]
+        return "\n".join(lines)
+
+
+def explain(
+    *args: Any,
+    problem: Problem | None = None,
+    batch: int | None = None,
+    target: Target | str | None = None,
+    table_paths: Sequence[Path | str] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Which config a call gets, from which table or rule, and why. Compiles and launches nothing.
+
+    Args:
+        args, kwargs: the arguments of `checkpointing_ssu`; or none of them, and:
+        problem, batch: a problem and the number of rows.
+        target: the GPU to explain for, as a Target or a name ("b300", "sm_100a"); default the operands' device, or
+            the current one.
+        table_paths: user tables to take in place of REPLAYSSM_TABLES.
+
+    Raises:
+        TypeError, ValueError: for arguments that the call itself would refuse, or too few of these.
+    """
+    config = kwargs.get("config")
+    device: int | None = None
+    if problem is None:
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        names = ("state_scale", "rand_seed", "cu_seqlens", "max_seqlen")
+        not_served(*(given[n] for n in names))
+        skipped = (*names, "philox_rounds", "pad_slot_id", "config")
+        problem = from_tensors(**{k: v for k, v in given.items() if k not in skipped})
+        batch, config = given["x"].shape[0], given["config"]
+        if given["state"].is_cuda:
+            device = given["state"].get_device()
+        elif target is None:
+            return Explanation(problem, batch, None, None)
+    elif args or set(kwargs) - {"config"}:
+        raise TypeError("problem: give either a problem and a batch or the call's tensors, not both")
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"batch: got {batch!r}, expected a positive int")
+    if isinstance(target, str):
+        target = named(target)
+    if target is None:
+        if device is None and not torch.cuda.is_available():
+            raise ValueError('target: got None without a GPU, expected a Target or a name such as "b300" or "sm_100a"')
+        target = plan.device_target(plan.current_device() if device is None else device)
+    if config is not None:
+        choice = plan.forced(problem, config, target)
+    elif table_paths is not None:
+        choice = tables.Tables.of(target, table_paths).choose(problem, batch)
+    else:
+        choice = tables.choose(problem, batch, target)
+    return Explanation(problem, batch, target, choice)
+
+
+def use_tables(paths: Sequence[Path | str] | None) -> None:
+    """Take the tables at `paths` before the shipped ones, in place of REPLAYSSM_TABLES; None goes back to that."""
+    tables.use(paths)
+    plan.forget()

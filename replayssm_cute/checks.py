@@ -1,0 +1,53 @@
+"""Checks of values that live in tensors: slots and cursors. On a GPU they cost a synchronization."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def enabled() -> bool:
+    """Whether REPLAYSSM_CHECK asks for these checks on CUDA tensors."""
+    return os.environ.get("REPLAYSSM_CHECK", "0") not in ("", "0")
+
+
+def check_values(
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    state_batch_indices: torch.Tensor | None,
+    pad_slot_id: int,
+    *,
+    batch: int,
+    tokens: int,
+    window: int,
+) -> None:
+    """Refuse slots outside the cache, live slots named twice, and cursors outside their ranges.
+
+    Raises:
+        ValueError: naming the argument, the first bad row, its value and what was expected.
+    """
+    slots = ring_start.shape[0]
+    if state_batch_indices is None:
+        live = torch.arange(batch, device=ring_start.device)
+        rows = live
+    else:
+        rows = torch.nonzero((state_batch_indices != pad_slot_id) & (state_batch_indices >= 0)).flatten()
+        live = state_batch_indices[rows].long()
+        _refuse(
+            "state_batch_indices", live, rows, live >= slots, f"a slot below {slots}, a negative one or pad_slot_id"
+        )
+        unique, count = torch.unique(live, return_counts=True)
+        if bool((count > 1).any()):
+            twice = int(unique[count > 1][0])
+            raise ValueError(f"state_batch_indices: got slot {twice} more than once, expected distinct live slots")
+    start, pnat = ring_start[live], prev_num_accepted_tokens[live]
+    rings = window + tokens
+    _refuse("ring_start", start, rows, (start < 0) | (start >= rings), f"0..{rings - 1}")
+    _refuse("prev_num_accepted_tokens", pnat, rows, (pnat < 0) | (pnat > window), f"0..{window}")
+
+
+def _refuse(name: str, values: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor, expected: str) -> None:
+    if bool(bad.any()):
+        at = int(torch.nonzero(bad)[0])
+        raise ValueError(f"{name}: got {int(values[at])} for batch row {int(rows[at])}, expected {expected}")

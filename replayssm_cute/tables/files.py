@@ -1,0 +1,96 @@
+"""Reading, merging and writing table files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import filelock
+
+from .schema import Table, TableError, merge
+
+log = logging.getLogger("replayssm_cute")
+
+MAX_BYTES = 32 << 20  # a table is some hundred KB; a larger file is none
+_LOCK_SECONDS = 60.0
+
+
+def read(path: Path | str) -> Table:
+    """The table in a file, checked.
+
+    Raises:
+        TableError: if it cannot be read or is no table of this schema; the message says why, not where.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise TableError(f"it is larger than {MAX_BYTES} bytes")
+        return Table.from_json(json.loads(data))
+    except TableError:
+        raise
+    except OSError as error:
+        raise TableError(f"it cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise TableError(f"it is no JSON ({error})") from error
+
+
+def load(path: Path | str) -> Table | None:
+    """The table in a file, or None with one log line that says why it is not used."""
+    try:
+        return read(path)
+    except TableError as error:
+        log.warning("table %s is not used: %s", path, error)
+        return None
+
+
+def write(path: Path | str, table: Table) -> None:
+    """Write a table file at once: readers see the old content or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n"
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(part, 0o644)  # mkstemp's private mode is not a table's
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def update(path: Path | str, table: Table) -> Table:
+    """Merge `table` into the file under a lock, so that many writers lose nothing; returns what was written.
+
+    A file that is no table, or one of another GPU, kernel or provenance, is replaced, and a log line says so.
+
+    Raises:
+        filelock.Timeout: if another process holds the lock for a minute.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_name(f"{path.name}.lock"), timeout=_LOCK_SECONDS):
+        if path.exists():
+            try:
+                table = merge(read(path), table)
+            except TableError as error:
+                log.warning("table %s is replaced: %s", path, error)
+        write(path, table)
+    return table
+
+
+def shipped() -> list[Path]:
+    """The table files that the package brings."""
+    return sorted(Path(__file__).parent.glob("*.json"))
+
+
+def user_paths() -> list[Path]:
+    """The table files that REPLAYSSM_TABLES names (separated as in PATH), the first one first."""
+    return [Path(p).expanduser() for p in os.environ.get("REPLAYSSM_TABLES", "").split(os.pathsep) if p]

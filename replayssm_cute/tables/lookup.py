@@ -1,0 +1,218 @@
+"""Which config serves a problem at a batch: from a table if one knows, from the nearest cell, from the default rule."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import TileConfig, default_config
+from ..problem import Problem
+from ..target import Target
+from . import files
+from .schema import Cell, Table, TableError
+
+log = logging.getLogger("replayssm_cute")
+
+# A config's speed depends on these; a cell of a problem that differs in one of them says nothing.
+_SAME = ("state_dtype", "io_dtype", "head_dim", "d_state", "heads_per_group")
+# Batches that `candidates` asks the default rule about: all small ones, then a grid.
+_BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A config and where it comes from.
+
+    Attributes:
+        config: the tile config to run.
+        source: "table" (this problem's own cell), "nearest" (another cell) or "default" (the rule of `config`).
+        reason: in words.
+        table: name of the table's file, None for the default rule.
+        provenance: "measured" or "estimated", None for the default rule.
+        cell: the cell that answered.
+        problem: the problem that the cell belongs to.
+    """
+
+    config: TileConfig
+    source: str
+    reason: str
+    table: str | None = None
+    provenance: str | None = None
+    cell: Cell | None = None
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The usable tables for one target, the ones that override others first: (name, table)."""
+
+    target: Target
+    tables: tuple[tuple[str, Table], ...] = ()
+
+    @classmethod
+    def of(cls, target: Target, paths: Sequence[Path | str] | None = None) -> Tables:
+        """Read the tables that may serve `target`: `paths` (or else REPLAYSSM_TABLES), then the shipped ones.
+
+        Every file that is not used costs one log line, never an exception; a shipped table of another GPU is no
+        surprise and is logged at debug level. Within the user's and within the shipped ones, measured tables
+        come before estimated ones.
+        """
+        user = list(files.user_paths() if paths is None else paths)
+        found: list[tuple[tuple[bool, bool], str, Table]] = []
+        for path, is_shipped in [(p, False) for p in user] + [(p, True) for p in files.shipped()]:
+            try:
+                table = files.read(path)
+            except TableError as error:
+                log.warning("table %s is not used: %s", path, error)
+                continue
+            if reason := table.manifest.unusable_reason(target):
+                foreign = (table.manifest.gpu_name, table.manifest.arch) != (target.name, target.arch)
+                level = logging.DEBUG if is_shipped and foreign else logging.WARNING
+                log.log(level, "table %s is not used: %s", path, reason)
+                continue
+            name = str(path) if not is_shipped else f"shipped {Path(path).name}"
+            found.append(((is_shipped, table.manifest.provenance == "estimated"), name, table))
+        found.sort(key=lambda item: item[0])  # stable: keeps the user's order
+        return cls(target, tuple((name, table) for _, name, table in found))
+
+    def choose(self, problem: Problem, batch: int) -> Choice:
+        """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
+        for name, table in self.tables:
+            cells = table.entries.get(problem)
+            if cells is None:
+                continue
+            at = bisect.bisect_left(cells, batch, key=lambda c: c.batch)
+            for cell in cells[at:]:
+                if cell.config.is_valid(problem, self.target):
+                    reason = f"{_kind(table)} for this problem, bucket {cell.batch}"
+                    return Choice(cell.config, "table", reason, name, table.manifest.provenance, cell, problem)
+        return self._nearest(problem, batch) or self._default(problem, batch)
+
+    def _nearest(self, problem: Problem, batch: int) -> Choice | None:
+        """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties."""
+        best: tuple[tuple[float, ...], Choice] | None = None
+        for rank, (name, table) in enumerate(self.tables):
+            for other, cells in table.entries.items():
+                if not _comparable(other, problem):
+                    continue
+                cell = _reaching(problem, self.target, cells, batch * problem.heads / other.heads)
+                if cell is None:
+                    continue
+                work = abs(math.log2(cell.batch * other.heads / (batch * problem.heads)))
+                others = sum(getattr(other, f.name) != getattr(problem, f.name) for f in dataclasses.fields(problem))
+                distance = (
+                    work,
+                    abs(other.tokens - problem.tokens),
+                    abs(other.window - problem.window),
+                    others,
+                    rank,
+                )
+                if best is None or distance < best[0]:
+                    same = "this problem" if other == problem else other.label()
+                    reason = (
+                        f"no cell for this problem and batch; nearest is {same}, bucket {cell.batch} ({_kind(table)})"
+                    )
+                    choice = Choice(cell.config, "nearest", reason, name, table.manifest.provenance, cell, other)
+                    best = (distance, choice)
+        return best[1] if best else None
+
+    def _default(self, problem: Problem, batch: int) -> Choice:
+        why = "no table for this GPU and these kernels" if not self.tables else "no table knows a comparable problem"
+        return Choice(default_config(problem, self.target, batch), "default", f"{why}; default rule")
+
+    def candidates(self, problem: Problem) -> tuple[TileConfig, ...]:
+        """Every config that `choose` returns for some batch of `problem`: exact up to batch 256, on a grid above."""
+        edges: set[int] = set(_BATCHES)
+        for _, table in self.tables:
+            # A cell answers up to its own batch, scaled by heads where it is another problem's.
+            for other, cells in table.entries.items():
+                for cell in cells if _comparable(other, problem) else ():
+                    scaled = cell.batch * other.heads // problem.heads
+                    edges |= {scaled, scaled + 1}
+        return tuple(dict.fromkeys(self.choose(problem, b).config for b in sorted(edges) if b >= 1))
+
+
+def _comparable(a: Problem, b: Problem) -> bool:
+    return all(getattr(a, f) == getattr(b, f) for f in _SAME)
+
+
+def _kind(table: Table) -> str:
+    return f"{table.manifest.provenance} table"
+
+
+def _reaching(problem: Problem, target: Target, cells: Iterable[Cell], batch: float) -> Cell | None:
+    """The first valid cell at or above `batch`, else the last valid one below."""
+    below = None
+    for cell in _valid(problem, target, cells):
+        if cell.batch >= batch:
+            return cell
+        below = cell
+    return below
+
+
+def _valid(problem: Problem, target: Target, cells: Iterable[Cell]) -> Iterator[Cell]:
+    return (c for c in cells if c.config.is_valid(problem, target))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The process's own tables
+# ---------------------------------------------------------------------------------------------------
+
+_loaded: dict[Target, Tables] = {}
+_paths: tuple[Path | str, ...] | None = None
+_said: set[tuple[Problem, str, TileConfig]] = set()
+_lock = threading.Lock()
+
+
+def _of_process(target: Target) -> Tables:
+    tables = _loaded.get(target)
+    if tables is None:
+        with _lock:
+            tables = _loaded.setdefault(target, Tables.of(target, _paths))
+    return tables
+
+
+def forget() -> None:
+    """Forget the tables that this process read, and what it said: the next call reads the files again."""
+    with _lock:
+        _loaded.clear()
+        _said.clear()
+
+
+def use(paths: Sequence[Path | str] | None) -> None:
+    """Take `paths` for this process's user tables, in place of REPLAYSSM_TABLES; None goes back to that."""
+    global _paths
+    _paths = None if paths is None else tuple(paths)
+    forget()
+
+
+def choose(problem: Problem, batch: int, target: Target) -> Choice:
+    """`Tables.choose` on this process's tables (REPLAYSSM_TABLES and the shipped ones, read once).
+
+    Each inexact answer is logged once per problem and config.
+    """
+    choice = _of_process(target).choose(problem, batch)
+    if choice.source != "table":
+        said = (problem, target.arch, choice.config)
+        if said not in _said:
+            _said.add(said)
+            log.info(
+                "%s, batch %d on %s: config %s; %s",
+                problem.label(),
+                batch,
+                target.name,
+                choice.config.label(),
+                choice.reason,
+            )
+    return choice
+
+
+def candidates(problem: Problem, target: Target) -> tuple[TileConfig, ...]:
+    """`Tables.candidates` on this process's tables."""
+    return _of_process(target).candidates(problem)

@@ -1,0 +1,261 @@
+"""Prepare kernels before serving: compile or load, verify, and decode once on the caller's own slots.
+
+Afterwards a CUDA graph can be captured without anything being compiled or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import ring
+from .problem import Problem, from_tensors
+
+if TYPE_CHECKING:  # the rest is imported when warmup runs: see the package's __init__
+    from .calls import Call
+    from .compiler import Counters
+    from .config import TileConfig
+
+VERIFY_ROWS = 6
+SCRATCH_ROWS = 8  # rows are independent, so that more of them would prove nothing and cost memory
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """One problem at one batch size: the config that serves it, and why ("table", "nearest", "default")."""
+
+    problem: Problem
+    batch: int
+    config: TileConfig
+    source: str
+    decoded: int
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What a warmup did.
+
+    Attributes:
+        device: name of the GPU.
+        covered: every problem at every batch size; `decoded` counts the steps run there.
+        kernels: every kernel that is ready now, those of other batch sizes included.
+        verified: how many of them were compared with the reference in this call (once per process and device).
+        counters: where the kernels came from during this call.
+        seconds: how long it took.
+    """
+
+    device: str
+    covered: list[Covered] = field(default_factory=list)
+    kernels: list[tuple[Problem, TileConfig]] = field(default_factory=list)
+    verified: int = 0
+    counters: Counters | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        c = self.counters
+        origin = f" ({c.compiled} compiled, {c.disk} from disk, {c.memory} from memory)" if c else ""
+        lines = [
+            f"warmup on {self.device}: {len(self.kernels)} kernels{origin}, {self.verified} verified, "
+            f"{sum(x.decoded for x in self.covered)} steps, {self.seconds:.1f} s"
+        ]
+        lines += [f"  {x.problem.label()} batch {x.batch}: {x.config.label()} ({x.source})" for x in self.covered]
+        return "\n".join(lines)
+
+
+_verified: set[tuple[Problem, Any, int]] = set()
+
+
+def warmup(
+    problems: Iterable[Problem],
+    batches: Iterable[int],
+    *,
+    device: torch.device | str | int | None = None,
+    tensors: Callable[[Problem, int], Call] | None = None,
+    verify: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Coverage:
+    """Make every kernel ready that the given problems and batches can reach, and prove it.
+
+    For each problem: every config that the tables can return, for the given batches and all others, is compiled or
+    loaded and its code put on the device; each kernel's numbers are compared once with the reference on scratch
+    tensors; then, per batch, dummy decodes (reset, steps, commits, until a step has flushed) run through the public
+    call. Call it outside a graph capture, before the cache holds live requests or between steps.
+
+    Args:
+        problems: what will be called (see `Problem`; `explain(...).problem` gives a call's own).
+        batches: batch sizes, for example those that graphs are captured for.
+        device: the CUDA device; default the current one.
+        tensors: gives the caller's own tensors for (problem, batch), a `Call` whose slots are real, distinct and not
+            the null slot; everything touched is restored bit for bit, whatever happens. Cursors, state and rings of
+            these slots and `out` are saved meanwhile. None uses scratch tensors of a few rows.
+        verify: whether to compare with the reference.
+        progress: called with a line of text as work proceeds.
+
+    Raises:
+        RuntimeError: if a kernel's numbers are wrong, if a graph is being captured, or without a usable GPU.
+        ValueError: for an invalid batch, or if `tensors` gives a call of another problem, batch or device.
+    """
+    from . import compiler, plan, tables
+
+    index = _device_index(device)
+    if compiler.capturing():
+        raise RuntimeError("warmup was called during a CUDA graph capture; call it before the capture")
+    problems, batches = list(dict.fromkeys(problems)), sorted(set(batches))
+    for batch in batches:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"batches: got {batch!r}, expected positive ints")
+    target = plan.device_target(index)
+    say = progress or (lambda _: None)
+    coverage = Coverage(target.name)
+    start, before = time.perf_counter(), compiler.counters()
+
+    with plan.on_device(index):
+        for problem in problems:
+            say(f"{problem.label()}: preparing")
+            plan.prepare(problem, index)
+            choices = {batch: tables.choose(problem, batch, target) for batch in batches}
+            configs = dict.fromkeys((*tables.candidates(problem, target), *(c.config for c in choices.values())))
+            for config in configs:
+                plan.touch(problem, config, index)
+                coverage.kernels.append((problem, config))
+                if verify and (problem, config, index) not in _verified:
+                    say(f"{problem.label()}: verifying {config.label()}")
+                    _verify(problem, config, index)
+                    _verified.add((problem, config, index))
+                    coverage.verified += 1
+            for batch, choice in choices.items():
+                say(f"{problem.label()}: decoding at batch {batch}")
+                if tensors is None:
+                    call = plan.scratch_call(problem, plan.tensor_device(index), min(batch, SCRATCH_ROWS))
+                    decoded = _decode(call, problem, choice.config)
+                else:
+                    call = tensors(problem, batch)
+                    _check_call(call, problem, batch, index)
+                    decoded = _decode(call, problem, None)
+                coverage.covered.append(Covered(problem, batch, choice.config, choice.source, decoded))
+
+    after = compiler.counters()
+    coverage.counters = compiler.Counters(
+        after.compiled - before.compiled, after.disk - before.disk, after.memory - before.memory
+    )
+    coverage.seconds = time.perf_counter() - start
+    return coverage
+
+
+def _device_index(device: torch.device | str | int | None) -> int:
+    from . import plan
+
+    if device is None:
+        return plan.current_device()
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, expected a CUDA device; CPU tensors run the reference, without warmup")
+    return plan.current_device() if device.index is None else device.index
+
+
+def _verify(problem: Problem, config: TileConfig, index: int) -> None:
+    """Compare one kernel with the float64 recurrence on random scratch tensors: both sides of the flush, padding."""
+    from . import compiler, plan
+    from .calls import random_call
+    from .compare import bounds, errors
+
+    window = problem.window
+    live = [0, window, window - problem.tokens, min(1, window), window // 2, 0][:VERIFY_ROWS]
+    padding = (VERIFY_ROWS - 1,) if problem.index_dtype is not None else ()
+    device = plan.tensor_device(index)
+    call = random_call(problem, VERIFY_ROWS, pnat=live, padding=padding, device=device)
+    before = call.clone()
+    kernel = compiler.get(problem, config, plan.device_target(index))
+    kernel(*plan.kernel_args(call))
+    violation = bounds(problem).violation(errors(before, call))
+    if violation:
+        raise RuntimeError(
+            f"the kernel for {problem.label()}, config {config.label()}, gives wrong numbers on this GPU: {violation}"
+        )
+
+
+def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:
+    from . import plan
+    from .checks import check_values
+
+    got = from_tensors(
+        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens, call.x,
+        call.dt, call.A, call.B, call.C, call.out, call.D, call.z, call.dt_bias, call.dt_softplus,
+        call.state_batch_indices, problem.pdl,
+    )  # fmt: skip
+    if got != problem:
+        raise ValueError(f"tensors: got a call of {got}, expected {problem}")
+    if call.x.shape[0] != batch:
+        raise ValueError(f"tensors: got a call of {call.x.shape[0]} rows, expected {batch}")
+    if call.state.device != plan.tensor_device(index):
+        raise ValueError(f"tensors: got a call on {call.state.device}, expected {plan.tensor_device(index)}")
+    zeros = torch.zeros_like(call.ring_start)
+    check_values(
+        zeros,
+        zeros,
+        call.state_batch_indices,
+        call.pad_slot_id,
+        batch=batch,
+        tokens=problem.tokens,
+        window=problem.window,
+    )
+
+
+def _live_slots(call: Call) -> torch.Tensor:
+    slots = call.state_batch_indices
+    if slots is None:
+        return torch.arange(call.x.shape[0], device=call.state.device)
+    return slots[(slots != call.pad_slot_id) & (slots >= 0)].long()
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@contextlib.contextmanager
+def _restored(call: Call) -> Iterator[torch.Tensor]:
+    """Gives the live slots of a call; afterwards they and `out` hold the same bits as before."""
+    slots = _live_slots(call)
+    per_slot = (
+        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens
+    )  # fmt: skip
+    # As integers: copies of NaNs as floats need not keep their payload.
+    views = [t.view(_BITS[t.element_size()]) for t in per_slot]
+    saved = [v[slots] for v in views]
+    out = call.out.view(_BITS[call.out.element_size()])
+    saved_out = out.clone()
+    try:
+        yield slots
+    finally:
+        for view, content in zip(views, saved, strict=True):
+            view[slots] = content
+        out.copy_(saved_out)
+
+
+def _decode(call: Call, problem: Problem, config: TileConfig | None) -> int:
+    """Reset, then steps and commits with every token accepted until one has flushed; returns the number of steps."""
+    from .api import checkpointing_ssu
+
+    steps = problem.window // problem.tokens + 1
+    with _restored(call) as slots:
+        call.state[slots] = 0
+        call.ring_start[slots] = 0
+        call.prev_num_accepted_tokens[slots] = 0
+        accepted = torch.full((len(slots),), problem.tokens, dtype=torch.int32, device=call.state.device)
+        for _ in range(steps):
+            checkpointing_ssu(**call.kwargs(), enable_pdl=problem.pdl, config=config)
+            ring.commit(
+                call.ring_start,
+                call.prev_num_accepted_tokens,
+                slots,
+                accepted,
+                tokens=problem.tokens,
+                window=problem.window,
+            )
+    return steps
