@@ -28,6 +28,12 @@ class TileConfig:
     stages: int = 1
     head_split: int = 1
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config: {field.name} is {value!r}, expected a positive int")
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `from_json` gives the same config back."""
         return dataclasses.asdict(self)
@@ -42,9 +48,6 @@ class TileConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(f"config: unknown fields {sorted(unknown)}")
-        for key, value in data.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {key} is {value!r}, expected a positive int")
         return cls(**data)
 
     def label(self) -> str:
@@ -137,11 +140,21 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
     Measured on one H200 (design, section 4): the crossover between one and four heads lies near
-    batch 48-64 of 128 heads, that is near 50 CTAs a multiprocessor.
+    batch 48-64 of 128 heads, that is near 50 CTAs a multiprocessor. A head whose state is larger than the target's
+    shared memory is split over the fewest CTAs that hold it.
+
+    Raises:
+        ValueError: if nothing fits.
     """
     enough = 48 * target.sms
     for heads, stages in ((4, 2), (2, 2)):
         config = TileConfig(heads_per_cta=heads, stages=stages)
         if config.is_valid(problem, target) and batch * problem.heads >= enough:
             return config
-    return TileConfig()
+    for split in range(1, problem.head_dim // P_TILE + 1):
+        config = TileConfig(head_split=split)
+        if config.is_valid(problem, target):
+            return config
+    raise ValueError(
+        f"config: no tile config of {problem.label()} fits {target.name}: {config.invalid_reason(problem, target)}"
+    )
