@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,7 @@ def make_cell(problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy,
     live[named] = pnat
     start = torch.randint(0, rows, (slots,), generator=cpu, dtype=torch.int32)
 
-    cache = {
+    cache: dict[str, Any] = {
         "state": normal(slots, p.heads, p.head_dim, p.d_state, dtype=dtypes.TORCH[p.state_dtype]),
         "x_cache": normal(slots, p.heads, rows, p.head_dim, dtype=io),
         "B_cache": normal(slots, p.groups, rows, p.d_state, dtype=io),
@@ -159,7 +160,7 @@ def make_cell(problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy,
         "prev_num_accepted_tokens": live.to(device),
     }
     raw_dt = (-5.0, 0.0) if p.dt_softplus else (0.001, 0.1)
-    shared = {
+    shared: dict[str, Any] = {
         "A": spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
         "D": weight(p.d_dtype, -1.0, 1.0),
         "dt_bias": weight(p.dt_bias_dtype, *((-2.0, 0.0) if p.dt_softplus else (0.0, 0.01))),
@@ -292,6 +293,16 @@ def read_limit(device: torch.device) -> dict[str, Any]:
     return {"read_gbs": read, "copy_gbs": copy, "bytes": source.nbytes, "method": "torch.sum / amax, torch copy"}
 
 
+def _driver() -> str:
+    """The driver's version as nvidia-smi gives it, or empty."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.split("\n")[0].strip()
+
+
 class DeviceRunner:
     """The jobs of a GPU worker; every argument and result is JSON-like, for the pipe and the journal."""
 
@@ -302,6 +313,16 @@ class DeviceRunner:
         self.policy = Policy(**policy)
         self._cell: tuple[object, Cell] | None = None
         self._check_calls: dict[Problem, list[calls.Call]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """The device as a Target, its driver, and the peers installed beside."""
+        from . import peers
+
+        return {
+            "target": dataclasses.asdict(self.target),
+            "driver": _driver(),
+            "peers": peers.installed(),
+        }
 
     def limit(self) -> dict[str, Any]:
         """See `read_limit`."""

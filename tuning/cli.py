@@ -1,0 +1,200 @@
+"""The command line: sweep a plan, draw reports, list and explain plans.
+
+Exit codes: 0 done, 1 the sweep or report came to nothing, 2 wrong usage or a bad plan, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from . import plan as plans
+
+DEFAULT_OUT = Path("reports") / "tune"
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(t) for t in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected positive ints such as 1,4,16")
+    return tuple(sorted(set(found)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    from replayssm_cute import target
+
+    names = tuple(t.strip() for t in text.split(",") if t.strip())
+    for name in names:
+        try:
+            target.named(name)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+    if not names:
+        raise argparse.ArgumentTypeError("expected names such as sm_100a,sm_90a")
+    return names
+
+
+def _duration(text: str) -> float:
+    try:
+        return plans.seconds(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="replayssm-tune", description="Tune replayssm-cute for a model: sweep a plan, draw the report."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    sweep = commands.add_parser(
+        "sweep",
+        help="measure on this machine's GPU, or estimate without one",
+        description="Sweep a plan. With a GPU its candidates are compiled, checked and timed; without one (or with "
+        "--targets or --estimate) they are compiled and ranked by the cost model. A killed sweep resumes.",
+    )
+    _plan_arguments(sweep)
+    sweep.add_argument("--targets", type=_names, metavar="A,B", help="estimate for these targets, GPU or not")
+    sweep.add_argument("--estimate", action="store_true", help="estimate for the plan's targets, GPU or not")
+    sweep.add_argument("--device", type=int, default=0, help="CUDA device to measure on (default 0)")
+    sweep.add_argument("--budget", type=_duration, help="time to compile and measure, such as 120s or 4m")
+    sweep.add_argument("--batches", type=_sizes, metavar="N,M", help="batch buckets instead of the plan's")
+    sweep.add_argument("--out", type=Path, help=f"folder of the results (default {DEFAULT_OUT}/<plan>)")
+    sweep.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
+    sweep.add_argument("--retry-failed", action="store_true", help="try again what failed in an earlier sweep")
+    sweep.add_argument("--no-peers", action="store_true", help="do not time other implementations beside")
+
+    report = commands.add_parser("report", help="draw plots, CSVs and a page from the results of sweeps")
+    report.add_argument(
+        "results", nargs="*", type=Path, help=f"results files, or folders of them (default {DEFAULT_OUT})"
+    )
+
+    commands.add_parser("list", help="the shipped plans")
+    explain = commands.add_parser("explain-plan", help="what a plan tunes, and the mix its rows are timed with")
+    _plan_arguments(explain)
+    return parser
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", required=True, help="a TOML file, or the name of a shipped plan")
+    parser.add_argument("--acceptance", help="use this distribution of the plan for every workload")
+    parser.add_argument("--tp", type=_sizes, metavar="N,M", help="tensor-parallel sizes instead of the plan's")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    console = Console()
+    try:
+        if args.command == "list":
+            return _list(console)
+        if args.command == "explain-plan":
+            return _explain(console, plans.load(args.plan, acceptance=args.acceptance, tp=args.tp))
+        if args.command == "report":
+            return _report(console, args.results)
+        return _sweep(console, args)
+    except plans.PlanError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+
+
+def _sweep(console: Console, args: argparse.Namespace) -> int:
+    import dataclasses
+
+    import torch
+
+    from .sweep import SweepError, run
+
+    plan = plans.load(args.plan, acceptance=args.acceptance, tp=args.tp)
+    if args.batches:
+        plan = dataclasses.replace(plan, batches=args.batches)
+    if args.workers is not None and args.workers < 1:
+        print(f"error: --workers: got {args.workers}, expected at least 1", file=sys.stderr)
+        return 2
+    estimate = args.estimate or args.targets is not None
+    device: int | None = None
+    if not estimate and torch.cuda.is_available():
+        if not 0 <= args.device < torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            print(f"error: --device: got {args.device}, this machine has devices 0..{found - 1}", file=sys.stderr)
+            return 2
+        device = args.device
+    elif not estimate:
+        console.print("no CUDA GPU found: estimating")
+    try:
+        run(
+            plan,
+            args.out or DEFAULT_OUT / plan.name,
+            target_names=args.targets,
+            device=device,
+            budget_s=args.budget,
+            workers=args.workers,
+            retry=args.retry_failed,
+            peers=not args.no_peers,
+            console=console,
+        )
+    except SweepError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(console: Console, given: list[Path]) -> int:
+    from .report import draw
+    from .sweep import RESULTS_SUFFIX
+
+    files: list[Path] = []
+    for path in given or [DEFAULT_OUT]:
+        files += sorted(path.rglob(f"*{RESULTS_SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        where = ", ".join(str(p) for p in given) or str(DEFAULT_OUT)
+        print(f"error: no results (*{RESULTS_SUFFIX}) in {where}; run a sweep first", file=sys.stderr)
+        return 1
+    try:
+        for page in draw(files):
+            console.print(f"report: {page}", highlight=False)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _list(console: Console) -> int:
+    for path in sorted(plans.SHIPPED.glob("*.toml")):
+        plan = plans.load(str(path))
+        console.print(f"[bold]{plan.name}[/]  {plan.title}: {len(plan.workloads)} workloads, batches {plan.batches}")
+    return 0
+
+
+def _explain(console: Console, plan: plans.TuningPlan) -> int:
+    console.print(f"[bold]{plan.title}[/] ({plan.name})\n{plan.source}", highlight=False)
+    console.print(
+        f"targets {', '.join(plan.targets)} · batches {', '.join(map(str, plan.batches))} · budget {plan.budget_s:g} s",
+        highlight=False,
+    )
+    for w in plan.workloads:
+        shares = ", ".join(f"{k}: {100 * s:.1f}%" for k, s in enumerate(w.lengths, 1))
+        console.print(
+            f"\n[bold]{w.label}[/]  {w.problem.label()}\n"
+            f"  acceptance {w.acceptance.name}: lengths {shares}; mean {w.mix.mean_length:.2f}\n"
+            f"  {w.acceptance.source}\n"
+            f"  stationary mix: {100 * w.mix.flush:.1f}% of rows flush, {w.mix.mean_live:.1f} live rows on average\n"
+            f"  {w.problem.bytes_per_slot() / 2**20:.2f} MiB a slot",
+            highlight=False,
+        )
+    return 0

@@ -1,0 +1,120 @@
+"""Estimating without a GPU: compile for a target, read what the code asks for, and rank with the cost model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.resources import Resources
+from replayssm_cute.target import Target
+
+from . import cost
+from .plan import Workload
+from .results import Candidate, CellResult, Results
+from .sweep import Context, SweepError, compile_all, manifest, ranked
+
+MARGIN = 0.05  # the model's own error: a smaller lead says nothing
+_TIME_FOR_REST_S = 6.0
+
+
+def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
+    """Results of each target, all marked "estimated".
+
+    Raises:
+        SweepError: if nothing compiled, or every target lacks a read limit.
+    """
+    queues = [[(w.problem, c, t) for c in ranked(w, t, ctx.plan.batches)] for t in targets for w in ctx.plan.workloads]
+    # Round-robin: however early the budget ends, every workload and target has had its best candidates.
+    items = [item for row in itertools.zip_longest(*queues) for item in row if item is not None]
+    ctx.console.print(
+        f"no GPU used: of {len(items)} configs for {', '.join(t.arch for t in targets)}, those that "
+        f"{ctx.budget.seconds:.0f} s allow are compiled by {ctx.workers} process(es) and ranked by the cost model",
+        highlight=False,
+    )
+    compiled = compile_all(ctx, items, reserve_s=_TIME_FOR_REST_S, need_code=False)
+    if all("failed" in c for c in compiled.values()):
+        reasons = "; ".join(dict.fromkeys(str(c["failed"]) for c in compiled.values())) or "the budget is too short"
+        raise SweepError(f"no kernel compiled: {reasons[:600]}")
+    return [_results(ctx, t, {c[:2]: r for c, r in compiled.items() if c[2] == t}) for t in targets]
+
+
+def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[str, Any]]) -> Results:
+    cells = []
+    for workload in ctx.plan.workloads:
+        configs = ranked(workload, target, ctx.plan.batches)
+        for batch in ctx.plan.batches:
+            candidates = tuple(
+                _candidate(workload, c, target, batch, compiled.get((workload.problem, c))) for c in configs
+            )
+            mix = workload.mix
+            moved = cost.traffic(workload.problem, batch, flush=mix.flush, mean_live=mix.mean_live)
+            cells.append(
+                CellResult(
+                    label=workload.label,
+                    problem=workload.problem,
+                    batch=batch,
+                    bytes=moved.total,
+                    flush=mix.flush,
+                    default=default_config(workload.problem, target, batch),
+                    candidates=candidates,
+                )
+            )
+    reached = len(compiled)
+    total = sum(len(ranked(w, target, ctx.plan.batches)) for w in ctx.plan.workloads)
+    failed = [r["failed"] for r in compiled.values() if "failed" in r]
+    spilled = sum(r.get("stack_bytes", 0) > 0 for r in compiled.values())
+    notes = [
+        "no GPU was timed: times come from the cost model, whose constants were fitted on one H200; "
+        "they order candidates and promise nothing"
+    ]
+    if reached < total:
+        notes.append(f"the budget of {ctx.budget.seconds:.0f} s reached {reached} of {total} candidates")
+    if failed:
+        notes.append(f"{len(failed)} candidates failed to compile, first: {failed[0][:200]}")
+    if spilled:
+        notes.append(f"{spilled} candidates use local memory (spills)")
+    return Results(
+        plan=ctx.plan.name,
+        title=ctx.plan.title,
+        source=ctx.plan.source,
+        manifest=manifest(
+            ctx,
+            target,
+            provenance="estimated",
+            driver="",
+            policy={"method": "cost model", "margin": MARGIN, "read_gbs": target.read_gbs},
+            versions={},
+        ),
+        read_gbs=target.read_gbs,
+        read_gbs_method=f"{target.read_gbs_source} streaming limit of the target catalogue",
+        margin=MARGIN,
+        notes=tuple(notes),
+        cells=tuple(cells),
+    )
+
+
+def _candidate(
+    workload: Workload, config: TileConfig, target: Target, batch: int, compiled: dict[str, Any] | None
+) -> Candidate:
+    if compiled is None:
+        return Candidate(config, None, stage="unreached", reason="the budget ended before it was compiled")
+    if "failed" in compiled:
+        return Candidate(config, None, stage="failed", reason=compiled["failed"])
+    resources = Resources.from_json({"kernel": "", **compiled})
+    try:
+        e = cost.estimate(workload.problem, config, target, batch, workload.mix, resources)
+    except ValueError as error:
+        return Candidate(config, None, stage="failed", reason=str(error))
+    facts = {
+        "registers": resources.registers,
+        "shared_bytes": resources.shared_bytes,
+        "stack_bytes": resources.stack_bytes,
+        "ctas_per_sm": e.ctas_per_sm,
+        "occupancy_limit": e.occupancy_limit,
+        "in_flight": e.in_flight,
+        "needed_in_flight": e.needed_in_flight,
+        "waves": round(e.waves, 3),
+        "bound": e.bound,
+    }
+    return Candidate(config, e.time_us, stage="estimated", facts=facts)

@@ -1,0 +1,80 @@
+"""Progress that a person can follow: bars with the time left on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_LINE_EVERY_S = 15.0
+
+
+class Budget:
+    """Seconds that may be spent, counted from the start."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds left, not below 0."""
+        return max(0.0, self.seconds - self.spent)
+
+
+class Steps:
+    """A named run of steps, shown with what is being done and how long the rest may take."""
+
+    def __init__(self, console: Console, title: str, total: int, budget: Budget) -> None:
+        self._console, self._title, self._total, self._budget = console, title, total, budget
+        self._done = 0
+        self._said = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[what]}", style="dim"),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(title, total=total, what="")
+
+    def __enter__(self) -> Steps:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._console.print(f"{self._title}: {self._done} of {self._total}, {self._budget.spent:.0f} s since the start")
+
+    def at(self, what: str) -> None:
+        """Say what is being done now."""
+        if self._bar is not None:
+            self._bar.update(self._task, what=what)
+
+    def step(self, what: str = "", count: int = 1) -> None:
+        """Count finished steps."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(self._task, advance=count, what=what)
+        elif time.monotonic() - self._said > _LINE_EVERY_S:
+            self._said = time.monotonic()
+            self._console.print(
+                f"{self._title}: {self._done} of {self._total}, budget left {self._budget.left:.0f} s  {what}"
+            )

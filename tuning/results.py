@@ -1,0 +1,212 @@
+"""What a sweep found for one GPU: every candidate's time in every cell, the decision, and the table it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replayssm_cute import tables
+from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One config in one cell.
+
+    Attributes:
+        config: its tile config.
+        time_us: microseconds a call; None if it failed or was not reached.
+        spread: (largest - smallest sample) / median; 0 where estimated.
+        stage: "raced", "first" (one measurement), "estimated", "failed" or "unreached" (the budget ended).
+        reason: of a failure.
+        facts: whatever else is known, JSON-like: registers, occupancy, what bounds it.
+    """
+
+    config: TileConfig
+    time_us: float | None
+    spread: float = 0.0
+    stage: str = "first"
+    reason: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """One (problem, batch) with everything that was timed there.
+
+    Attributes:
+        label: of the workload.
+        bytes: that one call moves.
+        flush: share of rows that flush, as apportioned.
+        default: the default rule's config for this batch.
+        candidates: every config considered.
+        peers: as `DeviceRunner.peers` gives them.
+    """
+
+    label: str
+    problem: Problem
+    batch: int
+    bytes: int
+    flush: float
+    default: TileConfig
+    candidates: tuple[Candidate, ...]
+    peers: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def timed(self) -> list[Candidate]:
+        """Candidates that can win: the raced ones if there was a race, else all that have a time; fastest first."""
+        raced = [c for c in self.candidates if c.stage == "raced"]
+        return sorted(raced or [c for c in self.candidates if c.time_us is not None], key=lambda c: c.time_us or 0.0)
+
+    def default_time(self) -> float | None:
+        """The default config's time, or None if it has none."""
+        return next((c.time_us for c in self.timed if c.config == self.default), None)
+
+    def decide(self, margin: float) -> Candidate | None:
+        """The winner: the default unless the fastest beats it by `margin`; None if nothing was timed."""
+        timed = self.timed
+        if not timed:
+            return None
+        default = next((c for c in timed if c.config == self.default), None)
+        fastest = timed[0]
+        if default is not None and default.time_us is not None and fastest.time_us is not None:
+            return default if default.time_us <= fastest.time_us * (1 + margin) else fastest
+        return fastest
+
+    def best_peers(self) -> dict[str, float]:
+        """Fastest time of each peer, and of its default variant ("<peer> default"), where they ran."""
+        found: dict[str, float] = {}
+        for entry in self.peers:
+            time_us = entry.get("time_us")
+            if time_us is None:
+                continue
+            names = [entry["peer"]] + ([f"{entry['peer']} default"] if entry["default"] else [])
+            for name in names:
+                found[name] = min(found.get(name, math.inf), time_us)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All cells of one GPU.
+
+    Attributes:
+        plan, title, source: of the plan.
+        manifest: the table's.
+        read_gbs, read_gbs_method: the streaming limit that fractions are of, and where it comes from.
+        margin: that a config must beat the default by.
+        notes: what a reader must know (cells missing, the default wrong, and so on).
+        cells: by workload and batch.
+    """
+
+    plan: str
+    title: str
+    source: str
+    manifest: tables.Manifest
+    read_gbs: float
+    read_gbs_method: str
+    margin: float
+    notes: tuple[str, ...]
+    cells: tuple[CellResult, ...]
+
+    @property
+    def measured(self) -> bool:
+        """Whether a GPU was timed."""
+        return self.manifest.provenance == "measured"
+
+    def table(self) -> tables.Table:
+        """The table of the winners.
+
+        Raises:
+            ValueError: if no cell has one.
+        """
+        entries: dict[Problem, list[tables.Cell]] = {}
+        for cell in self.cells:
+            winner = cell.decide(self.margin)
+            if winner is None or winner.time_us is None:
+                continue
+            others = [c for c in cell.timed if c.config != winner.config]
+            runner_up = others[0] if others else None
+            entries.setdefault(cell.problem, []).append(
+                tables.Cell(
+                    batch=cell.batch,
+                    config=winner.config,
+                    time_us=winner.time_us,
+                    bytes=float(cell.bytes),
+                    gb_s=cell.bytes / winner.time_us / 1e3,
+                    limit_fraction=cell.bytes / winner.time_us / 1e3 / self.read_gbs,
+                    runner_up=runner_up.config if runner_up else None,
+                    runner_up_us=runner_up.time_us if runner_up else None,
+                    # negative where the default is kept although another is a little faster; a table says 0
+                    margin=max(runner_up.time_us / winner.time_us - 1, 0.0)
+                    if runner_up and runner_up.time_us
+                    else None,
+                    default_us=cell.default_time(),
+                    peers=cell.best_peers(),
+                )
+            )
+        if not entries:
+            raise ValueError("no candidate survived in any cell: there is nothing to make a table of")
+        return tables.Table(
+            self.manifest, {p: tuple(sorted(cells, key=lambda c: c.batch)) for p, cells in entries.items()}
+        )
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, at once."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        part.write_text(json.dumps(_plain(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: if the file is not that, naming it.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            cells = tuple(
+                CellResult(
+                    **{
+                        **cell,
+                        "problem": Problem.from_json(cell["problem"]),
+                        "default": TileConfig.from_json(cell["default"]),
+                        "candidates": tuple(
+                            Candidate(**{**c, "config": TileConfig.from_json(c["config"])}) for c in cell["candidates"]
+                        ),
+                        "peers": tuple(cell["peers"]),
+                    }
+                )
+                for cell in data["cells"]
+            )
+            return cls(
+                **{
+                    **data,
+                    "manifest": tables.Manifest.from_json(data["manifest"]),
+                    "notes": tuple(data["notes"]),
+                    "cells": cells,
+                }
+            )
+        except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as e:
+            raise ValueError(f"{path}: no results of a sweep ({type(e).__name__}: {e})") from e
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
