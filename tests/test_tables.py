@@ -1,0 +1,336 @@
+"""Tables: schema, hostile files, merging, concurrent writers, look-up."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import H200, SMALL
+
+from replayssm_cute import fingerprint, tables
+from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
+from replayssm_cute.tables import Cell, Manifest, Table, TableError, Tables
+from replayssm_cute.target import Target, named
+
+WIDE = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
+ONE, TWO, FOUR, SPLIT = TileConfig(), TileConfig(2, 2), TileConfig(4, 2), TileConfig(head_split=2)
+
+
+def manifest(**change: Any) -> Manifest:
+    fields = {
+        "gpu_name": H200.name, "arch": H200.arch, "sms": H200.sms, "provenance": "measured",
+        "kernel_fingerprint": fingerprint.kernels(), "date": "2026-11-29T00:00:00Z", "driver": "580.1",
+        "versions": {"torch": "2.13.0"}, "policy": {"repeats": 5}, "acceptance": {"uniform": 4},
+    }  # fmt: skip
+    return Manifest(**{**fields, **change})
+
+
+def cell(batch: int, config: TileConfig, **change: Any) -> Cell:
+    return Cell(batch, config, **{"time_us": 10.0, "bytes": 1e6, "gb_s": 100.0, "limit_fraction": 0.02, **change})
+
+
+def table(entries: dict[Problem, list[Cell]], **change: Any) -> Table:
+    return Table(manifest(**change), {p: tuple(c) for p, c in entries.items()})
+
+
+FULL = table(
+    {
+        WIDE: [
+            cell(1, SPLIT, runner_up=ONE, runner_up_us=11.0, margin=0.1, peers={"flashinfer": 12.5}),
+            cell(64, FOUR),
+        ],
+        SMALL: [cell(8, ONE, default_us=10.5)],
+    }
+)
+
+
+# ---- schema and files ------------------------------------------------------------------------------
+
+
+def test_round_trip_through_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.json"
+    tables.write(path, FULL)
+    assert tables.read(path) == FULL
+    first = path.read_text()
+    tables.write(path, Table(FULL.manifest, dict(reversed(FULL.entries.items()))))
+    assert path.read_text() == first, "the order of entries changes the file"
+    assert [p.name for p in path.parent.iterdir()] == ["t.json"]
+
+
+def _drop(data: Any, *path: Any) -> Any:
+    for key in path[:-1]:
+        data = data[key]
+    del data[path[-1]]
+
+
+def _put(data: Any, value: Any, *path: Any) -> Any:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
+
+
+BUCKET = ("entries", 0, "buckets", 0)
+HOSTILE: dict[str, Any] = {
+    "older schema": lambda d: _put(d, 0, "schema"),
+    "newer schema": lambda d: _put(d, 2, "schema"),
+    "no schema": lambda d: _drop(d, "schema"),
+    "no manifest": lambda d: _drop(d, "manifest"),
+    "manifest without arch": lambda d: _drop(d, "manifest", "arch"),
+    "unknown provenance": lambda d: _put(d, "guessed", "manifest", "provenance"),
+    "sms is a bool": lambda d: _put(d, True, "manifest", "sms"),
+    "versions is a list": lambda d: _put(d, [], "manifest", "versions"),
+    "entries is an object": lambda d: _put(d, {}, "entries"),
+    "entry is null": lambda d: _put(d, None, "entries", 0),
+    "problem is text": lambda d: _put(d, "x", "entries", 0, "problem"),
+    "problem has an unknown field": lambda d: _put(d, 1, "entries", 0, "problem", "hidden"),
+    "problem is not served": lambda d: _put(d, 4096, "entries", 0, "problem", "window"),
+    "problem with a text size": lambda d: _put(d, "64", "entries", 0, "problem", "heads"),
+    "two entries for one problem": lambda d: d["entries"].append(copy.deepcopy(d["entries"][0])),
+    "no buckets": lambda d: _put(d, [], "entries", 0, "buckets"),
+    "buckets out of order": lambda d: [e["buckets"].reverse() for e in d["entries"]],
+    "bucket without time": lambda d: _drop(d, *BUCKET, "time_us"),
+    "bucket with an extra field": lambda d: _put(d, 1, *BUCKET, "extra"),
+    "batch zero": lambda d: _put(d, 0, *BUCKET, "batch"),
+    "batch is a float": lambda d: _put(d, 1.5, *BUCKET, "batch"),
+    "negative time": lambda d: _put(d, -1, *BUCKET, "time_us"),
+    "time is NaN": lambda d: _put(d, float("nan"), *BUCKET, "time_us"),
+    "config is null": lambda d: _put(d, None, *BUCKET, "config"),
+    "config is a list of pairs": lambda d: _put(d, [["stages", 1]], *BUCKET, "config"),
+    "config with an unknown field": lambda d: _put(d, {"warps": 4}, *BUCKET, "config"),
+    "config out of range": lambda d: _put(d, {"stages": 0}, *BUCKET, "config"),
+    "peers is a list": lambda d: _put(d, [1], *BUCKET, "peers"),
+}
+RAW = {
+    "empty": b"", "truncated": json.dumps(FULL.to_json()).encode()[:-100], "binary": bytes(range(256)),
+    "deep": b"[" * 200_000, "a number": b"3", "null": b"null", "a list": b"[]",
+}  # fmt: skip
+
+
+def hostile_bytes(name: str) -> bytes:
+    if name in RAW:
+        return RAW[name]
+    data = json.loads(json.dumps(FULL.to_json()))
+    HOSTILE[name](data)
+    return json.dumps(data).encode()
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *RAW])
+def test_hostile_file_is_a_miss_with_one_line(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(hostile_bytes(name))
+    with pytest.raises(TableError):
+        tables.read(path)
+    with caplog.at_level(logging.WARNING, "replayssm_cute"):
+        found = Tables.of(H200, [path])
+    assert str(path) not in [n for n, _ in found.tables]
+    assert [r.message.startswith(f"table {path} is not used: ") for r in caplog.records] == [True]
+    assert "\n" not in caplog.records[0].message
+
+
+def test_missing_directory_and_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TableError, match="cannot be read"):
+        tables.read(tmp_path / "none.json")
+    with pytest.raises(TableError, match="cannot be read"):
+        tables.read(tmp_path)
+    monkeypatch.setattr(tables.files, "MAX_BYTES", 100)
+    tables.write(tmp_path / "t.json", FULL)
+    with pytest.raises(TableError, match="larger than 100 bytes"):
+        tables.read(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"gpu_name": "NVIDIA H100 80GB HBM3"}, "it is for NVIDIA H100"),
+        ({"arch": "sm_100a"}, r"\(sm_100a\), this is NVIDIA H200"),
+        ({"kernel_fingerprint": "0" * 64}, "kernel fingerprint 000000000000 is stale"),
+    ],
+)
+def test_foreign_and_stale_tables_are_not_used(
+    change: dict[str, str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.json"
+    tables.write(path, table({WIDE: [cell(64, SPLIT)]}, **change))
+    with caplog.at_level(logging.WARNING, "replayssm_cute"):
+        choice = Tables.of(H200, [path]).choose(WIDE, 1)
+    assert choice.table != str(path)
+    (message,) = [r.message for r in caplog.records]
+    assert re.search(why, message), message
+
+
+def test_merge_keeps_both_and_prefers_the_new(tmp_path: Path) -> None:
+    new = table({WIDE: [cell(64, TWO), cell(256, FOUR)]})
+    merged = tables.merge(FULL, new)
+    assert [(c.batch, c.config) for c in merged.entries[WIDE]] == [(1, SPLIT), (64, TWO), (256, FOUR)]
+    assert merged.entries[SMALL] == FULL.entries[SMALL]
+    for change in ({"gpu_name": "x"}, {"provenance": "estimated"}, {"kernel_fingerprint": "x"}):
+        with pytest.raises(TableError, match="cannot merge"):
+            tables.merge(FULL, table({}, **change))
+
+
+def test_update_replaces_what_cannot_be_merged_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("{")
+    with caplog.at_level(logging.WARNING, "replayssm_cute"):
+        assert tables.update(path, FULL) == FULL
+    assert "is replaced: it is no JSON" in caplog.text
+    assert tables.update(path, table({WIDE: [cell(2, TWO)]})).entries[SMALL] == FULL.entries[SMALL]
+    assert tables.read(path).entries[WIDE][1] == cell(2, TWO)
+
+
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        from test_tables import SMALL, ONE, cell, table
+        from replayssm_cute import tables
+        for batch in range(int(sys.argv[1]), 61, 3):
+            tables.update({str(tmp_path / "t.json")!r}, table({{SMALL: [cell(batch, ONE)]}}))
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(k)], env=environment) for k in (1, 2, 3)
+    ]
+    assert [w.wait(timeout=120) for w in writers] == [0, 0, 0]
+    assert [c.batch for c in tables.read(tmp_path / "t.json").entries[SMALL]] == list(range(1, 61))
+
+
+def test_failing_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    tables.write(path, FULL)
+    with pytest.raises(ValueError):
+        tables.write(path, table({SMALL: [cell(1, ONE, time_us=float("inf"))]}))
+    assert tables.read(path) == FULL
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_shipped_tables_are_valid_and_mean_their_files_target() -> None:
+    for path in tables.shipped():
+        found = tables.read(path)
+        for problem, cells in found.entries.items():
+            for c in cells:
+                assert c.config.invalid_reason(problem, named(found.manifest.arch)) is None
+
+
+# ---- look-up ---------------------------------------------------------------------------------------
+
+
+def lookup(*given: Table, target: Target = H200) -> Tables:
+    return Tables(target, tuple((f"t{i}", t) for i, t in enumerate(given)))
+
+
+@pytest.mark.parametrize(("batch", "config", "bucket"), [(1, SPLIT, 1), (2, FOUR, 64), (63, FOUR, 64), (64, FOUR, 64)])
+def test_exact_problem_takes_the_bucket_at_or_above(batch: int, config: TileConfig, bucket: int) -> None:
+    choice = lookup(FULL).choose(WIDE, batch)
+    assert (choice.source, choice.config, choice.provenance, choice.table) == ("table", config, "measured", "t0")
+    assert choice.cell is not None and choice.cell.batch == bucket
+
+
+def test_above_the_last_bucket_the_problems_own_last_cell_is_nearest() -> None:
+    choice = lookup(FULL).choose(WIDE, 65)
+    assert (choice.source, choice.config, choice.problem) == ("nearest", FOUR, WIDE)
+    assert "bucket 64" in choice.reason
+
+
+def test_earlier_tables_override_later_ones() -> None:
+    user = table({WIDE: [cell(64, TWO)]})
+    assert lookup(user, FULL).choose(WIDE, 1).config == TWO
+    assert lookup(FULL, user).choose(WIDE, 1).config == SPLIT
+
+
+def test_nearest_is_by_batch_times_heads_then_tokens_then_window_then_the_rest() -> None:
+    half = dataclasses.replace(WIDE, heads=64, groups=4)  # the same heads per group
+    t3 = dataclasses.replace(WIDE, tokens=3)
+    w15 = dataclasses.replace(WIDE, window=15)
+    with_z = dataclasses.replace(WIDE, has_z=True)
+    # 128 heads x batch 32 = 64 heads x batch 64
+    assert lookup(table({half: [cell(64, TWO)], t3: [cell(16, ONE)]})).choose(WIDE, 32).config == TWO
+    assert lookup(table({t3: [cell(32, TWO)], w15: [cell(32, ONE)]})).choose(WIDE, 32).config == ONE
+    assert lookup(table({w15: [cell(32, TWO)], with_z: [cell(32, ONE)]})).choose(WIDE, 32).config == ONE
+    # buckets are taken at or above, as for an exact problem
+    assert lookup(table({with_z: [cell(16, TWO), cell(64, FOUR)]})).choose(WIDE, 20).config == FOUR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state_dtype": "bf16"},
+        {"io_dtype": "f16", "dt_dtype": "f16"},
+        {"head_dim": 128},
+        {"d_state": 64},
+        {"groups": 4},
+    ],
+)
+def test_incomparable_problems_do_not_answer(change: dict[str, Any]) -> None:
+    other = dataclasses.replace(WIDE, **change)
+    choice = lookup(table({other: [cell(32, SPLIT)]})).choose(WIDE, 32)
+    assert (choice.source, choice.config) == ("default", default_config(WIDE, H200, 32))
+    assert "no table knows a comparable problem" in choice.reason
+
+
+def test_cells_whose_config_is_invalid_here_are_passed_over() -> None:
+    small = dataclasses.replace(H200, shared_per_block=TWO.shared_bytes(WIDE) - 1)
+    cells = table({WIDE: [cell(8, TWO), cell(64, ONE)]})
+    assert lookup(cells).choose(WIDE, 1).config == TWO
+    assert lookup(cells, target=small).choose(WIDE, 1).config == ONE
+    assert lookup(table({WIDE: [cell(8, TWO)]}), target=small).choose(WIDE, 1).source == "default"
+
+
+def test_candidates_are_all_answers_up_to_batch_256() -> None:
+    found = lookup(table({WIDE: [cell(1, SPLIT), cell(7, TWO)], dataclasses.replace(WIDE, tokens=3): [cell(300, ONE)]}))
+    answers = {found.choose(WIDE, b).config for b in range(1, 257)}
+    assert answers <= set(found.candidates(WIDE))
+    assert {SPLIT, TWO, ONE} <= set(found.candidates(WIDE))
+    default = {default_config(SMALL, H200, b) for b in (1, 10, 100, 1000, 10_000)}
+    assert default <= set(lookup().candidates(SMALL))
+
+
+def test_measured_tables_come_before_estimated_ones_and_user_before_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated, measured, ship = tmp_path / "e.json", tmp_path / "m.json", tmp_path / "s.json"
+    tables.write(estimated, table({WIDE: [cell(64, ONE)]}, provenance="estimated"))
+    tables.write(measured, table({WIDE: [cell(64, TWO)]}))
+    tables.write(ship, table({WIDE: [cell(64, FOUR)]}))
+    monkeypatch.setattr(tables.files, "shipped", lambda: [ship])
+    found = Tables.of(H200, [estimated, measured])
+    assert [n for n, _ in found.tables] == [str(measured), str(estimated), "shipped s.json"]
+    only = Tables.of(H200, [estimated]).choose(WIDE, 1)
+    assert (only.config, only.provenance) == (ONE, "estimated")
+
+
+def test_environment_names_user_tables_and_use_overrides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    tables.write(first, table({WIDE: [cell(64, TWO)]}))
+    tables.write(second, table({WIDE: [cell(64, ONE)]}))
+    monkeypatch.setenv("REPLAYSSM_TABLES", f"{first}{os.pathsep}{second}")
+    tables.forget()
+    try:
+        assert tables.choose(WIDE, 1, H200).config == TWO
+        tables.use([second])
+        assert tables.choose(WIDE, 1, H200).config == ONE
+    finally:
+        monkeypatch.delenv("REPLAYSSM_TABLES")
+        tables.use(None)
+
+
+def test_each_inexact_answer_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(tables.lookup, "_loaded", {H200: lookup()})
+    monkeypatch.setattr(tables.lookup, "_said", set())
+    with caplog.at_level(logging.INFO, "replayssm_cute"):
+        for batch in (1, 1, 2, 3):
+            tables.choose(WIDE, batch, H200)
+    assert len(caplog.records) == 1
+    assert "default rule" in caplog.records[0].message
