@@ -34,6 +34,7 @@ NORM = 1.67  # how softly the three limits join
 WRITE_FACTOR = 1.3  # a written byte costs this many read ones (read-write turnaround; from the floor kernel)
 SM_PEAK_GBS = 80.0  # what one multiprocessor alone can draw
 LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1
+RING_TRIP_US = 0.5  # what reading the whole ring saves: a trip to memory in a row (assumed, not fitted)
 MAX_CTAS_PER_SM = 32
 _WARPS_OF_FIT = 4
 _REGISTER_UNIT = 256  # registers are given to warps in pieces of this many
@@ -152,9 +153,13 @@ def estimate(
     ctas = config.ctas(problem, batch)
     per_sm = -(-ctas // target.sms)
     n = min(resident, per_sm) * min(config.stages, config.heads_per_cta)
+    read, launch_us = moved.read, LAUNCH_US
+    if config.ring == "whole":  # all R rows are read, and nothing waits for the cursors
+        everything = traffic(problem, batch, flush=mix.flush, mean_live=problem.ring_rows)
+        read, launch_us = everything.read, LAUNCH_US - RING_TRIP_US
     # 1 GB/s is 1e3 bytes per microsecond
     share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
-    s = (moved.read + WRITE_FACTOR * moved.written) / (ctas * config.heads_per_cta) / share
+    s = (read + WRITE_FACTOR * moved.written) / (ctas * config.heads_per_cta) / share
     spill = 2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3)
     issue = HEAD_ISSUE_US * warps / _WARPS_OF_FIT + CTA_ISSUE_US / config.heads_per_cta + spill
     limits = {
@@ -166,7 +171,7 @@ def estimate(
     # In one wave the fullest multiprocessor decides; over several, CTAs move to wherever one ends, and half of one
     # is the mean wait at the end.
     depth = per_sm if per_sm <= resident else ctas / target.sms + 0.5
-    time_us = LAUNCH_US + depth * config.heads_per_cta * per_head
+    time_us = launch_us + depth * config.heads_per_cta * per_head
     state_chunk = problem.head_dim // config.head_split * problem.d_state * problem.state_bytes
     return Estimate(
         time_us=time_us,

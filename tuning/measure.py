@@ -116,16 +116,11 @@ class Cell:
         return cost.traffic(self.problem, self.batch, flush=self.flush, mean_live=self.mean_live).total
 
 
-def make_cell(problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy, device: torch.device) -> Cell:
-    """Allocate and fill a cell's caches and inputs on the device.
-
-    Raises:
-        ValueError: if they do not fit (see `slot_sets`).
-    """
+def make_cell(
+    problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy, device: torch.device, sets: int
+) -> Cell:
+    """Allocate and fill the caches and inputs of `sets` slot sets on the device."""
     p = problem
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    free = int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    sets = slot_sets(p, batch, mix, policy, l2=l2, free=free)
     slots, rows, io = sets * batch, p.ring_rows, dtypes.TORCH[p.io_dtype]
     gen = torch.Generator(device).manual_seed(policy.seed)
 
@@ -413,7 +408,10 @@ class DeviceRunner:
             self._cell = None  # free the old one first
             torch.cuda.empty_cache()
             mix = acceptance.stationary(lengths, problem.window)
-            self._cell = (key, make_cell(problem, batch, mix, self.policy, self.device))
+            l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+            free = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
+            sets = slot_sets(problem, batch, mix, self.policy, l2=l2, free=free)
+            self._cell = (key, make_cell(problem, batch, mix, self.policy, self.device, sets))
         return self._cell[1]
 
     def _calls(self, problem: Problem) -> list[calls.Call]:

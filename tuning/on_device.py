@@ -146,10 +146,11 @@ class _Session:
         where = {"problem": problem.to_json(), "batch": batch, "lengths": [round(s, 9) for s in workload.lengths]}
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
+        unreached = 0
         for config in self.by_estimate(workload, batch, configs, default):
             resources = self.resources.get((problem, config))
             if resources is None or share.left <= 0 or self.ctx.budget.left <= 0:
-                candidates[config] = Candidate(config, None, stage="unreached", reason="the budget ended before")
+                unreached += 1
                 continue
             steps.at(f"{workload.label}, batch {batch}: {config.label()}")
             result = self.one(problem.to_json(), where, config, resources)
@@ -175,6 +176,10 @@ class _Session:
             return None
         for candidate in self.race(where, timed, default, steps):
             candidates[candidate.config] = candidate
+        if unreached:
+            self.note(
+                f"{workload.label}, batch {batch}: the budget ended before {unreached} of {len(configs)} candidates"
+            )
         found: list[Any] = []
         if peers and self.peer_versions and self.ctx.budget.left > 0:
             steps.at(f"{workload.label}, batch {batch}: peers")

@@ -45,7 +45,9 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
         configs = ranked(workload, target, ctx.plan.batches)
         for batch in ctx.plan.batches:
             candidates = tuple(
-                _candidate(workload, c, target, batch, compiled.get((workload.problem, c))) for c in configs
+                _candidate(workload, c, target, batch, compiled[workload.problem, c])
+                for c in configs
+                if (workload.problem, c) in compiled
             )
             mix = workload.mix
             moved = cost.traffic(workload.problem, batch, flush=mix.flush, mean_live=mix.mean_live)
@@ -95,10 +97,8 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
 
 
 def _candidate(
-    workload: Workload, config: TileConfig, target: Target, batch: int, compiled: dict[str, Any] | None
+    workload: Workload, config: TileConfig, target: Target, batch: int, compiled: dict[str, Any]
 ) -> Candidate:
-    if compiled is None:
-        return Candidate(config, None, stage="unreached", reason="the budget ended before it was compiled")
     if "failed" in compiled:
         return Candidate(config, None, stage="failed", reason=compiled["failed"])
     resources = Resources.from_json({"kernel": "", **compiled})

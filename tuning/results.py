@@ -22,9 +22,9 @@ class Candidate:
 
     Attributes:
         config: its tile config.
-        time_us: microseconds a call; None if it failed or was not reached.
+        time_us: microseconds a call; None if it failed.
         spread: (largest - smallest sample) / median; 0 where estimated.
-        stage: "raced", "first" (one measurement), "estimated", "failed" or "unreached" (the budget ended).
+        stage: "raced", "first" (one measurement), "estimated" or "failed".
         reason: of a failure.
         facts: whatever else is known, JSON-like: registers, occupancy, what bounds it.
     """
@@ -46,7 +46,7 @@ class CellResult:
         bytes: that one call moves.
         flush: share of rows that flush, as apportioned.
         default: the default rule's config for this batch.
-        candidates: every config considered.
+        candidates: every config that the budget reached.
         peers: as `DeviceRunner.peers` gives them.
     """
 

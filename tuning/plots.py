@@ -1,0 +1,338 @@
+"""The plots of a report: each a PNG with its numbers in a CSV of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .results import CellResult, Results
+
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+OURS, DEFAULT, LIMIT = "#2563eb", "#9ca3af", "#111827"
+PEER_COLOURS = ("#dc2626", "#d97706", "#7c3aed", "#0d9488")
+_STYLE: dict[Any, Any] = {
+    "figure.dpi": 140,
+    "savefig.dpi": 140,
+    "font.size": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
+_MAP_ROWS = 24  # configs of a heat map at most
+
+
+def provenance(results: Results) -> str:
+    """One line that every plot carries."""
+    m = results.manifest
+    kind = "measured" if results.measured else "ESTIMATED by the cost model, not measured"
+    return f"{m.gpu_name} ({m.arch}) · {kind} · kernels {m.kernel_fingerprint[:8]} · {m.date[:10]}"
+
+
+def frame(results: Results) -> pd.DataFrame:
+    """One row a cell: what won, by how much, against what."""
+    rows: list[dict[str, Any]] = []
+    for cell in results.cells:
+        winner = cell.decide(results.margin)
+        if winner is None or winner.time_us is None:
+            continue
+        default_us = cell.default_time()
+        gbs = cell.bytes / winner.time_us / 1e3
+        row: dict[str, Any] = {
+            "workload": cell.label,
+            "problem": cell.problem.label(),
+            "batch": cell.batch,
+            "config": winner.config.label(),
+            "default": cell.default.label(),
+            "time_us": winner.time_us,
+            "spread": winner.spread,
+            "default_us": default_us,
+            "limit_us": cell.bytes / results.read_gbs / 1e3,
+            "bytes": cell.bytes,
+            "flush": cell.flush,
+            "gb_s": gbs,
+            "limit_fraction": gbs / results.read_gbs,
+            "speedup_over_default": None if default_us is None else default_us / winner.time_us,
+            "candidates": sum(c.time_us is not None for c in cell.candidates),
+            "failed": sum(c.stage == "failed" for c in cell.candidates),
+        }
+        for peer, time_us in cell.best_peers().items():
+            row[f"{peer}_us"] = time_us
+            row[f"speedup_over_{peer}"] = time_us / winner.time_us
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def peers_of(table: pd.DataFrame) -> list[str]:
+    """Peers that some cell has a time of; each peer's best before its default."""
+    return sorted(
+        c.removeprefix("speedup_over_") for c in table if c.startswith("speedup_over_") and c != "speedup_over_default"
+    )
+
+
+def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Path]:
+    """Draw every plot of one GPU's results; returns their PNGs by kind (their CSVs lie beside them)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = frame(results)
+    made: dict[str, Path] = {}
+    plans: list[tuple[str, Callable[[], tuple[Figure, pd.DataFrame]]]] = [
+        ("time", lambda: _time(results, table)),
+        ("bandwidth", lambda: _bandwidth(results, table)),
+        ("speedup", lambda: _speedup(results, table)),
+        ("winners", lambda: _winners(results, table)),
+        ("configs", lambda: _configs(results)),
+    ]
+    with plt.rc_context(_STYLE):
+        for kind, make in plans:
+            figure, data = make()
+            path = folder / f"{stem}-{kind}.png"
+            figure.savefig(path, bbox_inches="tight", facecolor="white", metadata={"Software": None})
+            plt.close(figure)
+            data.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g")
+            made[kind] = path
+    return made
+
+
+def _header(figure: Figure, results: Results, title: str) -> None:
+    """Title and provenance at the top left, in a strip of their own whatever the figure's height."""
+    strip = 0.62 / figure.get_figheight()
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - strip))  # type: ignore[union-attr, call-arg]
+    figure.text(0.01, 1 - 0.06 * strip, f"{results.title}: {title}", va="top", fontsize=12.5, fontweight="bold")
+    colour = MUTED if results.measured else "#b45309"
+    figure.text(0.01, 1 - 0.56 * strip, provenance(results), va="top", fontsize=8.5, color=colour)
+
+
+def _panels(results: Results, labels: Sequence[str], title: str, width: float = 5.2) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(1, len(labels), figsize=(width * len(labels), 4.2), squeeze=False, layout="constrained")
+    _header(figure, results, title)
+    for ax, label in zip(axes[0], labels, strict=True):
+        ax.set_title(label)
+    return figure, list(axes[0])
+
+
+def _batch_axis(ax: Axes, batches: Sequence[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(batches), [str(b) for b in batches])
+    ax.minorticks_off()
+    ax.set_xlabel("batch (rows)")
+
+
+def _peer_lines(ax: Axes, part: pd.DataFrame, table: pd.DataFrame, column: Callable[[str], pd.Series]) -> None:
+    for number, peer in enumerate(peers_of(table)):
+        name = f"{peer}_us"
+        if name not in part or part[name].isna().all():
+            continue
+        style = "--" if peer.endswith(" default") else "-"
+        ax.plot(
+            part["batch"], column(name), style, color=PEER_COLOURS[number % 4], lw=1.3, marker="s", ms=3, label=peer
+        )
+
+
+def _workloads(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    return [(str(label), part.sort_values("batch")) for label, part in table.groupby("workload", sort=False)]
+
+
+def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
+    parts = _workloads(table)
+    figure, axes = _panels(results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], "time of one call")
+    for ax, (_, part) in zip(axes, parts, strict=True):
+        _batch_axis(ax, part["batch"].tolist())
+        ax.set_yscale("log")
+        ax.plot(part["batch"], part["limit_us"], ":", color=LIMIT, lw=1.2, label="bytes at the read limit")
+        ax.plot(part["batch"], part["default_us"], "-", color=DEFAULT, lw=2.5, label="default config")
+        _peer_lines(ax, part, table, lambda name, part=part: part[name])  # type: ignore[misc]
+        ax.plot(part["batch"], part["time_us"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
+        ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.set_ylabel("µs a call")
+    axes[0].legend(loc="upper left")
+    columns = ["workload", "problem", "batch", "config", "time_us", "spread", "default_us", "limit_us"]
+    return figure, table[columns + [f"{p}_us" for p in peers_of(table)]]
+
+
+def _bandwidth(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
+    parts = _workloads(table)
+    figure, axes = _panels(
+        results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], "bytes moved over time"
+    )
+    data = table[["workload", "problem", "batch", "config", "bytes", "gb_s", "limit_fraction"]].copy()
+    data["limit_gb_s"] = results.read_gbs
+    for ax, (_, part) in zip(axes, parts, strict=True):
+        _batch_axis(ax, part["batch"].tolist())
+        ax.axhline(results.read_gbs, color=LIMIT, ls=":", lw=1.2)
+        ax.text(
+            part["batch"].iloc[0],
+            results.read_gbs,
+            f"read limit {results.read_gbs:,.0f} GB/s",
+            va="bottom",
+            fontsize=8.5,
+        )
+        ax.plot(
+            part["batch"], part["bytes"] / part["default_us"] / 1e3, "-", color=DEFAULT, lw=2.5, label="default config"
+        )
+        _peer_lines(ax, part, table, lambda name, part=part: part["bytes"] / part[name] / 1e3)  # type: ignore[misc]
+        ax.plot(part["batch"], part["gb_s"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
+        last = part.iloc[-1]
+        ax.annotate(
+            f"{100 * last['limit_fraction']:.0f}%",
+            (last["batch"], last["gb_s"]),
+            xytext=(0, -14),
+            textcoords="offset points",
+            ha="center",
+            color=OURS,
+        )
+        ax.set_ylim(0, results.read_gbs * 1.13)
+        ax.set_ylabel("GB/s")
+    axes[0].legend(loc="lower right")
+    return figure, data
+
+
+def _speedup(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
+    parts = _workloads(table)
+    series = ["default", *peers_of(table)]
+    against = "default config" + (" and over peers" if len(series) > 1 else "")
+    figure, axes = _panels(
+        results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], f"speed-up over the {against}"
+    )
+    for ax, (_, part) in zip(axes, parts, strict=True):
+        shown = [s for s in series if f"speedup_over_{s}" in part and part[f"speedup_over_{s}"].notna().any()]
+        x, width = np.arange(len(part)), 0.8 / max(len(shown), 1)
+        top = 1.0
+        for number, name in enumerate(shown):
+            values = part[f"speedup_over_{name}"].astype(float)
+            colour = OURS if name == "default" else PEER_COLOURS[series.index(name) - 1]
+            offset = (number - (len(shown) - 1) / 2) * width
+            bars = ax.bar(
+                x + offset,
+                values - 1,
+                width * 0.9,
+                bottom=1,
+                color=colour,
+                label=f"over {name}{' config' if name == 'default' else ''}",
+            )
+            if len(shown) <= 2:
+                ax.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=7.5, padding=2, color=INK)
+            top = max(top, float(np.nanmax(values)))
+        ax.axhline(1, color=LIMIT, lw=1)
+        ax.set_xticks(x, [str(b) for b in part["batch"]])
+        ax.grid(axis="x", visible=False)
+        low = min(
+            1.0, float(np.nanmin(part[[f"speedup_over_{s}" for s in shown]].astype(float).to_numpy())) if shown else 1.0
+        )
+        ax.set_ylim(min(0.98, low - 0.05), max(1.1, top + 0.12 * (top - low + 0.3)))
+        ax.set_xlabel("batch (rows)")
+        ax.set_ylabel("times as fast (1 = equal)")
+    axes[0].legend(loc="upper left", ncols=min(len(series), 3))
+    return figure, table[["workload", "problem", "batch", "config", "default", *(f"speedup_over_{s}" for s in series)]]
+
+
+def _winners(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
+    problems = table.drop_duplicates("problem")[["workload", "problem"]]
+    batches = sorted(table["batch"].unique())
+    heads = {c: int(c.split()[0][1:]) for c in table["config"].unique()}
+    figure, ax = plt.subplots(figsize=(1.9 + 1.0 * len(batches), 1.5 + 0.82 * len(problems)), layout="constrained")
+    _header(figure, results, "winner map")
+    colours = plt.get_cmap("Blues")
+    most = max(heads.values(), default=1)
+    for y, problem in enumerate(problems["problem"]):
+        for x, batch in enumerate(batches):
+            cell = table[(table["problem"] == problem) & (table["batch"] == batch)]
+            if cell.empty:
+                ax.add_patch(plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color="#f3f4f6"))
+                ax.text(x, y, "no time", ha="center", va="center", color=MUTED, fontsize=8)
+                continue
+            row = cell.iloc[0]
+            shade = 0.18 + 0.6 * np.log2(heads[row["config"]]) / max(np.log2(most), 1)
+            ax.add_patch(plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colours(shade)))
+            ink = "white" if shade > 0.5 else INK
+            gain = row["speedup_over_default"]
+            is_default = row["config"] == row["default"]
+            below = "default" if is_default else ("" if gain is None or pd.isna(gain) else f"{gain:.2f}x default")
+            *tile, way = row["config"].split()
+            ax.text(x, y - 0.2, " ".join(tile), ha="center", va="center", color=ink, fontsize=9.5, fontweight="bold")
+            ax.text(x, y + 0.04, way, ha="center", va="center", color=ink, fontsize=8.5)
+            ax.text(x, y + 0.28, below, ha="center", va="center", color=ink, fontsize=7.5)
+    ax.set_xlim(-0.5, len(batches) - 0.5)
+    ax.set_ylim(len(problems) - 0.5, -0.5)
+    ax.set_xticks(range(len(batches)), [str(b) for b in batches])
+    ax.set_yticks(range(len(problems)), [f"{w}\n{p}" for w, p in problems.itertuples(index=False)], color=INK)
+    ax.set_xlabel("batch (rows); h = heads a CTA, s = stages, p = CTAs a head; live or whole ring")
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return figure, table[["workload", "problem", "batch", "config", "default", "speedup_over_default"]]
+
+
+def _slowdown(cells: list[CellResult]) -> pd.DataFrame:
+    rows = []
+    for cell in cells:
+        timed = [c for c in cell.candidates if c.time_us is not None]
+        fastest = min((c.time_us for c in timed if c.time_us is not None), default=None)
+        for c in timed:
+            assert c.time_us is not None and fastest is not None
+            rows.append(
+                {
+                    "workload": cell.label,
+                    "problem": cell.problem.label(),
+                    "batch": cell.batch,
+                    "config": c.config.label(),
+                    "stage": c.stage,
+                    "time_us": c.time_us,
+                    "spread": c.spread,
+                    "slowdown": c.time_us / fastest,
+                    **c.facts,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
+    data = _slowdown(list(results.cells))
+    parts = [(str(label), part) for label, part in data.groupby("workload", sort=False)]
+    grids = []
+    for _, part in parts:
+        grid = part.pivot(index="config", columns="batch", values="slowdown")
+        order = grid.fillna(9.0).mean(axis=1).sort_values().index
+        grids.append(grid.loc[order][:_MAP_ROWS])
+    rows = max(len(g) for g in grids)
+    figure, axes = plt.subplots(
+        1, len(grids), figsize=(5.6 * len(grids), 1.9 + 0.235 * rows), squeeze=False, layout="constrained"
+    )
+    _header(figure, results, "time over the fastest of each batch")
+    for ax, (label, _), grid in zip(axes[0], parts, grids, strict=True):
+        image = ax.imshow(grid.to_numpy(dtype=float), cmap="YlOrRd", vmin=1.0, vmax=1.5, aspect="auto")
+        ax.set_title(f"{label}  (the {len(grid)} best on average)")
+        ax.set_xticks(range(len(grid.columns)), [str(b) for b in grid.columns])
+        ax.set_yticks(range(len(grid.index)), list(grid.index), fontsize=8)
+        ax.set_xlabel("batch (rows)")
+        ax.grid(False)
+        ax.tick_params(length=0)
+        for (y, x), value in np.ndenumerate(grid.to_numpy(dtype=float)):
+            if np.isfinite(value):
+                ax.text(
+                    x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 1.38 else INK
+                )
+    figure.colorbar(image, ax=axes[0].tolist(), shrink=0.8, label="time / fastest", extend="max")
+    return figure, data

@@ -1,0 +1,277 @@
+"""The report of sweeps: one page (Markdown and self-contained HTML) a folder of results, with plots and CSVs."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from .judge import judge
+from .plots import draw_all, frame, peers_of
+from .results import Results
+from .sweep import RESULTS_SUFFIX, TABLE_SUFFIX
+
+PAGE = "report"
+_CAPTIONS = {
+    "time": "Time of one call by batch.",
+    "bandwidth": "Bytes that a call must move, over its time, against the streaming read limit.",
+    "speedup": "Time of the default config (and of each peer) over the winner's: above 1, the winner is faster.",
+    "winners": "The winner of each cell. A default stays unless it is beaten by the margin.",
+    "configs": "Time over the fastest of the same batch, for the best configs.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a page: a heading, a paragraph, a list, a table or an image."""
+
+    kind: str
+    text: str = ""
+    items: tuple[str, ...] = ()
+    table: pd.DataFrame | None = None
+    image: Path | None = None
+
+
+def draw(files: Iterable[Path]) -> list[Path]:
+    """Draw the report of each folder that holds some of `files`.
+
+    Returns:
+        The pages written, a Markdown and an HTML file a folder.
+
+    Raises:
+        ValueError: if a file holds no results, naming it.
+    """
+    folders: dict[Path, list[Path]] = {}
+    for file in files:
+        folders.setdefault(file.parent, []).append(file)
+    pages = []
+    for folder, members in folders.items():
+        loaded = [(f.name.removesuffix(RESULTS_SUFFIX), Results.load(f)) for f in sorted(members)]
+        # What was measured comes first.
+        loaded.sort(key=lambda item: not item[1].measured)
+        blocks = _head(loaded)
+        for stem, results in loaded:
+            blocks += _section(folder, stem, results)
+        pages.append(_write(folder / f"{PAGE}.md", _markdown(blocks, folder)))
+        pages.append(_write(folder / f"{PAGE}.html", _html(blocks, loaded[0][1].title)))
+    return pages
+
+
+def _write(path: Path, text: str) -> Path:
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------
+# Content
+# ---------------------------------------------------------------------------------------------------
+
+
+def _head(loaded: list[tuple[str, Results]]) -> list[Block]:
+    first = loaded[0][1]
+    blocks = [Block("h1", f"Tuning report: {first.title}"), Block("p", first.source)]
+    rows = [
+        {
+            "GPU": r.manifest.gpu_name,
+            "arch": r.manifest.arch,
+            "provenance": "**measured**" if r.measured else "**estimated**, nothing was timed",
+            "cells": len(frame(r)),
+            "read limit GB/s": f"{r.read_gbs:,.0f}",
+            "kernels": r.manifest.kernel_fingerprint[:12],
+            "commit": r.manifest.policy.get("commit") or "unknown",
+            "date": r.manifest.date[:10],
+        }
+        for _, r in loaded
+    ]
+    return [*blocks, Block("table", table=pd.DataFrame(rows))]
+
+
+def _section(folder: Path, stem: str, results: Results) -> list[Block]:
+    kind = "measured" if results.measured else "ESTIMATED"
+    blocks = [Block("h2", f"{results.manifest.gpu_name} ({results.manifest.arch}), {kind}")]
+    table = frame(results)
+    if table.empty:
+        return [*blocks, Block("p", "No candidate survived in any cell."), Block("list", items=results.notes)]
+    blocks.append(Block("p", _verdict(results, table)))
+    if losses := _losses(table):
+        blocks.append(Block("p", f"**A PEER IS FASTER in {len(losses)} cell(s):** " + "; ".join(losses) + "."))
+    blocks.append(Block("table", table=_headline(table)))
+    for image_kind, path in draw_all(results, folder / "plots", stem).items():
+        blocks.append(Block("image", _CAPTIONS[image_kind], image=path))
+    judged = judge(results)
+    if not judged.empty:
+        judged.to_csv(folder / "plots" / f"{stem}-model.csv", index=False, float_format="%.6g")
+        blocks.append(
+            Block(
+                "p",
+                f"The cost model against these times: median rank correlation "
+                f"{judged['rank_correlation'].median():.2f}; regret of its first pick "
+                f"{100 * judged['regret'].median():.1f}% (median), {100 * judged['regret'].max():.1f}% (worst).",
+            )
+        )
+    blocks.append(Block("h3", "How"))
+    blocks.append(Block("list", items=tuple(_method(results, table))))
+    if results.notes:
+        blocks.append(Block("h3", "Notes"))
+        blocks.append(Block("list", items=results.notes))
+    blocks.append(Block("p", f"Table: `{stem}{TABLE_SUFFIX}`; every candidate: `{stem}{RESULTS_SUFFIX}`."))
+    return blocks
+
+
+def _verdict(results: Results, table: pd.DataFrame) -> str:
+    changed = int((table["config"] != table["default"]).sum())
+    gain = table["speedup_over_default"].dropna()
+    text = f"{changed} of {len(table)} cells choose another config than the default"
+    if not gain.empty:
+        text += f"; over all cells {_mean(gain):.3f}x the default's speed (geometric mean), {gain.max():.2f}x at most"
+    for peer in peers_of(table):
+        values = table[f"speedup_over_{peer}"].dropna()
+        text += f"; {_mean(values):.2f}x {peer} ({len(values)} cells)"
+    if not results.measured:
+        text = f"By the cost model: {text}"
+    return text + "."
+
+
+def _mean(values: pd.Series) -> float:
+    return float(values.astype(float).prod() ** (1 / len(values)))
+
+
+def _losses(table: pd.DataFrame) -> list[str]:
+    """Cells in which a peer that does the same job is faster than the winner."""
+    found = []
+    for peer in peers_of(table):
+        if peer.endswith(" default"):
+            continue
+        slower = table[table[f"speedup_over_{peer}"] < 1]
+        found += [
+            f"{peer} at {row['workload']}, batch {row['batch']} "
+            f"({row[f'{peer}_us']:.1f} µs against {row['time_us']:.1f})"
+            for _, row in slower.iterrows()
+        ]
+    return found
+
+
+def _headline(table: pd.DataFrame) -> pd.DataFrame:
+    shown = pd.DataFrame(
+        {
+            "workload": table["workload"],
+            "batch": table["batch"],
+            "winner": table["config"],
+            "µs": table["time_us"].map("{:.2f}".format),
+            "GB/s": table["gb_s"].map("{:,.0f}".format),
+            "of limit": table["limit_fraction"].map("{:.0%}".format),
+            "default µs": table["default_us"].map(lambda v: "–" if pd.isna(v) else f"{v:.2f}"),
+            "vs default": table["speedup_over_default"].map(lambda v: "–" if pd.isna(v) else f"{v:.3f}x"),
+        }
+    )
+    for peer in peers_of(table):
+        shown[f"{peer} µs"] = table[f"{peer}_us"].map(lambda v: "–" if pd.isna(v) else f"{v:.2f}")
+    shown["flush"] = table["flush"].map("{:.1%}".format)
+    shown["tried"] = table["candidates"]
+    return shown
+
+
+def _method(results: Results, table: pd.DataFrame) -> list[str]:
+    m = results.manifest
+    lines = []
+    if results.measured:
+        p = m.policy
+        lines.append(
+            f"CUDA-graph replay over slot sets in rotation (one touches at least {p['l2_factor']:g} times the L2); "
+            f"median of {p['replays']} replays; candidates within {p['race_within']:.0%} of the fastest, and the "
+            f"default, raced again in {p['race_rounds']} interleaved rounds of {p['race_replays']}."
+        )
+        lines.append("Numbers checked against the float64 reference before timing: padding rows, NaN in dead rows.")
+        lines.append(f"Largest spread of a winner's samples: {table['spread'].max():.1%} of its median.")
+    else:
+        lines.append(
+            "Kernels compiled for the target without a GPU; registers, shared memory and stack read from the code; "
+            "times from the cost model (bytes, occupancy, bytes in flight, waves and tail, a fixed latency)."
+        )
+    lines.append(f"Read limit {results.read_gbs:,.0f} GB/s: {results.read_gbs_method}.")
+    lines.append(f"The default config stays unless it is beaten by {results.margin:.0%}.")
+    for label, a in m.acceptance.items():
+        shares = ", ".join(f"{100 * s:.1f}" for s in a["lengths"])
+        lines.append(
+            f"{label} ({a['problem']}): acceptance '{a['name']}', lengths 1..{len(a['lengths'])} at {shares}%, mean "
+            f"{a['mean']:.2f}; {a['flush']:.1%} of rows flush. {a['source']}"
+        )
+    versions = ", ".join(f"{k} {v}" for k, v in m.versions.items())
+    lines.append(f"Versions: {versions}{f'; driver {m.driver}' if m.driver else ''}.")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------
+# Two formats
+# ---------------------------------------------------------------------------------------------------
+
+
+def _markdown(blocks: list[Block], folder: Path) -> str:
+    out: list[str] = []
+    for b in blocks:
+        if b.kind in ("h1", "h2", "h3"):
+            out.append(f"{'#' * int(b.kind[1])} {b.text}")
+        elif b.kind == "p" and b.text:
+            out.append(b.text)
+        elif b.kind == "list":
+            out.append("\n".join(f"- {item}" for item in b.items))
+        elif b.kind == "table" and b.table is not None:
+            lines = ["| " + " | ".join(map(str, b.table.columns)) + " |", "|" + " --- |" * len(b.table.columns)]
+            lines += ["| " + " | ".join(str(v) for v in row) + " |" for row in b.table.itertuples(index=False)]
+            out.append("\n".join(lines))
+        elif b.kind == "image" and b.image is not None:
+            name = b.image.relative_to(folder).as_posix()
+            out.append(f"![{b.text}]({name})\n\n{b.text} [CSV]({name.removesuffix('.png')}.csv)")
+    return "\n\n".join(out) + "\n"
+
+
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
+th, td { padding: .25em .7em; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; margin-top: 1em; } figcaption { color: #6b7280; font-size: 13px; }
+figure { margin: 0 0 1em; } h2 { border-bottom: 1px solid #e5e7eb; padding-top: 1em; }
+"""
+
+
+def _inline(text: str) -> str:
+    """Escaped HTML of a text with **bold** and `code`."""
+    escaped = html.escape(text, quote=False)
+    escaped = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escaped)
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", escaped)
+
+
+def _html(blocks: list[Block], title: str) -> str:
+    out: list[str] = []
+    for b in blocks:
+        if b.kind in ("h1", "h2", "h3", "p") and b.text:
+            out.append(f"<{b.kind}>{_inline(b.text)}</{b.kind}>")
+        elif b.kind == "list":
+            out.append("<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in b.items) + "</ul>")
+        elif b.kind == "table" and b.table is not None:
+            head = "".join(f"<th>{_inline(str(c))}</th>" for c in b.table.columns)
+            rows = "".join(
+                "<tr>" + "".join(f"<td>{_inline(str(v))}</td>" for v in row) + "</tr>"
+                for row in b.table.itertuples(index=False)
+            )
+            out.append(f"<table><tr>{head}</tr>{rows}</table>")
+        elif b.kind == "image" and b.image is not None:
+            data = base64.b64encode(b.image.read_bytes()).decode()
+            out.append(
+                f'<figure><img alt="{html.escape(b.text)}" src="data:image/png;base64,{data}">'
+                f"<figcaption>{_inline(b.text)}</figcaption></figure>"
+            )
+    body = "\n".join(out)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_CSS}</style><body>\n{body}\n</body></html>\n"
+    )
