@@ -47,6 +47,33 @@ def test_bad_input_is_refused_by_name(bad: Bad) -> None:
     assert re.match(pattern, str(caught.value)), f"{caught.value} does not say {bad.words}"
 
 
+@pytest.mark.parametrize("bad", BAD, ids=lambda b: b.name)
+def test_a_refused_call_writes_nothing(bad: Bad) -> None:
+    """The public call refuses the same, with the same exception, and not a byte of any operand changes."""
+    from replayssm_cute import checkpointing_ssu
+
+    kwargs = good_call().kwargs()
+    bad.change(kwargs)
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
+    before = {k: v.clone() for k, v in tensors.items()}
+    with pytest.raises(bad.error):
+        checkpointing_ssu(**kwargs)
+    for name, value in tensors.items():
+        as_bytes = tuple(flat.contiguous().reshape(-1).view(torch.uint8) for flat in (value, before[name]))
+        assert torch.equal(*as_bytes), name
+
+
+def test_the_unchanged_call_does_write() -> None:
+    """The test above means something: the good call changes every tensor that a step writes."""
+    from replayssm_cute import checkpointing_ssu
+
+    call = good_call(pnat=PROBLEM.window)
+    before = call.clone()
+    checkpointing_ssu(**call.kwargs())
+    for name in ("state", "x_cache", "B_cache", "dt_cache", "out"):
+        assert not torch.equal(torch.nan_to_num(getattr(call, name)), torch.nan_to_num(getattr(before, name))), name
+
+
 @pytest.mark.parametrize("name", ["dt_softplus", "enable_pdl"])
 def test_flags_are_bools(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}: got int, expected bool"):
@@ -78,6 +105,34 @@ def test_valid_layouts_are_accepted() -> None:
     projection = torch.zeros(batch, T, 3_000_000 // T + H)
     call.dt = projection[..., 1 : 1 + H].bfloat16()[..., None].expand(batch, T, H, P)
     assert problem.from_tensors(**arguments(call)) == PROBLEM
+
+
+def _apart(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values, twice as far apart along `dim` (zero strides stay)."""
+    shape = [1 if stride == 0 else size for size, stride in zip(t.shape, t.stride(), strict=True)]
+    wide = torch.zeros(*shape[:dim], 2 * shape[dim], *shape[dim + 1 :], dtype=t.dtype)
+    values = wide.unflatten(dim, (shape[dim], 2)).select(dim + 1, 0)
+    return values.copy_(t[tuple(slice(None) if n > 1 else slice(1) for n in shape)]).expand(t.shape)
+
+
+@pytest.mark.parametrize(
+    "name,dim,compact",
+    [
+        *((name, 0, True) for name in ("state", "x_cache", "B_cache", "dt_cache", "x", "dt", "B", "C", "out", "z")),
+        *((name, 1, True) for name in ("x", "dt", "B", "C", "out", "z")),
+        *((name, 1, False) for name in ("state", "x_cache", "B_cache", "dt_cache")),
+        *((name, 2, False) for name in ("state", "x_cache", "B_cache", "x", "dt", "B", "C", "out", "z")),
+        *((name, 0, False) for name in ("A", "D", "dt_bias")),
+        *((name, 0, True) for name in ("ring_start", "prev_num_accepted_tokens", "state_batch_indices")),
+    ],
+)
+def test_strides_that_a_kernel_is_specialized_on(name: str, dim: int, compact: bool) -> None:
+    """Gaps between slots, rows and tokens are run-time values; gaps between heads or inside a slot are not."""
+    kwargs = arguments(good_call())
+    value = kwargs[name]
+    kwargs[name] = _apart(value, dim)
+    assert kwargs[name].stride(dim) == 2 * value.stride(dim) and torch.equal(kwargs[name].isnan(), value.isnan())
+    assert problem.from_tensors(**kwargs) == dataclasses.replace(PROBLEM, compact=compact)
 
 
 @pytest.mark.parametrize("name", ["D", "z", "dt_bias", "state_batch_indices"])
@@ -158,6 +213,7 @@ def test_every_field_tells_problems_apart() -> None:
         "dt_softplus": False,
         "index_dtype": "i64",
         "pdl": True,
+        "compact": False,
     }
     assert set(other) == {f.name for f in dataclasses.fields(Problem)}
     base = dataclasses.replace(PROBLEM, dt_dtype="f32")
