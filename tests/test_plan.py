@@ -1,0 +1,306 @@
+"""Plans: memoized look-up, what a signature covers, the kernel's own argument checks, captures, devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from fakes import H200, SMALL
+from pretend_cuda import Pretend
+
+from replayssm_cute import api, compiler, plan, tables
+from replayssm_cute.calls import Call, random_call
+from replayssm_cute.config import TileConfig
+from replayssm_cute.reference import checkpointing_ssu_reference
+
+fake_compiler = fakes.fake_compiler
+cpu_as_gpu = fakes.cpu_as_gpu
+
+
+def run(call: Call, *, pdl: bool = False, config: TileConfig | None = None) -> torch.Tensor:
+    k = call.kwargs()
+    pad = k.pop("pad_slot_id")
+    slots = k.pop("state_batch_indices")
+    return plan.run(*k.values(), slots, pad, pdl, config)
+
+
+def launches() -> int:
+    return sum(kernel.launches for kernel in compiler._memory.values())  # type: ignore[attr-defined]
+
+
+# ---- memo ------------------------------------------------------------------------------------------
+
+
+def test_run_gives_the_references_result(cpu_as_gpu: None) -> None:
+    call = random_call(SMALL, 3, padding=[1])
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    assert run(call) is call.out
+    for name in ("out", "state", "x_cache", "B_cache", "dt_cache"):
+        torch.testing.assert_close(getattr(call, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+def test_known_signature_is_not_checked_or_planned_again(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(random_call(SMALL, 3))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a warm call went down the slow path")
+
+    before = launches()
+    monkeypatch.setattr(plan, "from_tensors", never)
+    monkeypatch.setattr(plan, "make", never)
+    monkeypatch.setattr(compiler, "get", never)
+    run(random_call(SMALL, 3, seed=1))  # other tensors, the same signature
+    assert launches() == before + 1
+
+
+def test_first_call_prepares_every_config_of_the_tables(cpu_as_gpu: None) -> None:
+    run(random_call(SMALL, 2))
+    candidates = tables.candidates(SMALL, H200)
+    assert {c for _, c, _ in compiler._memory} == set(candidates)
+    compiled = compiler.counters().compiled
+    run(random_call(SMALL, 5))
+    assert compiler.counters().compiled == compiled == len(candidates)
+
+
+def test_other_problem_flags_get_plans_of_their_own(cpu_as_gpu: None) -> None:
+    changes: list[dict[str, Any]] = [
+        {"has_z": True}, {"dt_softplus": False}, {"d_dtype": None}, {"dt_bias_dtype": None}, {"index_dtype": "i64"},
+        {"index_dtype": None}, {"state_dtype": "bf16"}, {"dt_dtype": "f32"}, {"a_dtype": "bf16"}, {"pdl": True},
+        {"d_dtype": "f32"}, {"dt_bias_dtype": "f32"}, {"io_dtype": "f16", "dt_dtype": "f16"}, {"window": 6},
+        {"tokens": 1}, {"groups": 4}, {"heads": 8}, {"d_state": 128}, {"head_dim": 128},
+    ]  # fmt: skip
+    problems = [SMALL, *(dataclasses.replace(SMALL, **change) for change in changes)]
+    for problem in problems:
+        run(random_call(problem, 2), pdl=problem.pdl)
+    assert [p.problem for p in plan._plans.values()] == problems
+
+
+def test_memory_of_signatures_is_bounded(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LIMIT", 3)
+    for batch in range(1, 9):
+        run(random_call(SMALL, batch))
+        assert len(plan._plans) <= 3
+
+
+@pytest.mark.parametrize("name", ["state", "x_cache", "B_cache", "dt_cache", "x", "B", "C", "out"])
+def test_stride_zero_rows_are_refused_warm_too(name: str, cpu_as_gpu: None) -> None:
+    """The kernel's checks take any multiple of the alignment for a stride, zero too; the signature does not."""
+    problem = dataclasses.replace(SMALL, index_dtype=None)
+    run(random_call(problem, 2, slots=2))
+    call = random_call(problem, 2, slots=2)
+    t = getattr(call, name)
+    setattr(call, name, t[:1].expand(t.shape))
+    before = launches()
+    with pytest.raises(ValueError, match=f"{name}: got stride 0 on dimension 0"):
+        run(call)
+    assert launches() == before
+
+
+def test_what_the_kernel_refuses_is_explained_in_the_callers_terms(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = random_call(SMALL, 2)
+    run(call)
+    call.dt_cache = call.dt_cache.double()  # not in the signature: the kernel's own checks are asked
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("Mismatched Tensor on argument #3")
+
+    for signature, known in plan._plans.items():
+        plan._plans[signature] = dataclasses.replace(known, kernel=refuse)
+    with pytest.raises(TypeError, match=r"dt_cache: got torch\.float64, expected torch\.float32"):
+        run(call)
+    call.dt_cache = call.dt_cache.float()
+    with pytest.raises(ValueError, match="Mismatched Tensor"):  # nothing wrong in our terms: the original error
+        run(call)
+
+
+def test_arguments_that_are_no_tensors(cpu_as_gpu: None) -> None:
+    for name in ("x", "dt_cache", "out", "D"):
+        call = random_call(SMALL, 2)
+        setattr(call, name, [1.0])
+        with pytest.raises(TypeError, match=f"{name}: got list, expected a torch.Tensor"):
+            run(call)
+
+
+@pytest.mark.parametrize("pad", [0.0, None, True, "0", 1 << 63, -(1 << 63) - 1])
+def test_pad_slot_id_is_an_int64(pad: Any, cpu_as_gpu: None) -> None:
+    call = random_call(SMALL, 2)
+    call.pad_slot_id = pad
+    with pytest.raises((TypeError, ValueError), match="pad_slot_id: got"):
+        run(call)
+
+
+# ---- configs, captures, devices --------------------------------------------------------------------
+
+
+def test_forced_config_runs_and_an_invalid_one_says_why(cpu_as_gpu: None) -> None:
+    call = random_call(SMALL, 2)
+    run(call, config=TileConfig(head_split=2))
+    (made,) = plan._plans.values()
+    assert (made.choice.source, made.choice.config) == ("forced", TileConfig(head_split=2))
+    with pytest.raises(ValueError, match="head_split 3 does not divide 4 tiles"):
+        run(call, config=TileConfig(head_split=3))
+    with pytest.raises(TypeError, match="config: got dict"):
+        run(call, config={"head_split": 2})  # type: ignore[arg-type]
+
+
+def test_capture_without_preparation_is_refused_and_names_the_fix(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = random_call(SMALL, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "capturing", lambda: True)
+        with pytest.raises(RuntimeError) as caught:
+            run(call)
+        for part in (SMALL.label(), "batch 6", "replayssm_cute.warmup"):
+            assert part in str(caught.value)
+        assert compiler.counters() == compiler.Counters()
+    run(random_call(SMALL, 1))
+    monkeypatch.setattr(compiler, "capturing", lambda: True)
+    run(call)  # another batch of a prepared problem
+
+
+def test_capture_refuses_a_kernel_that_is_loaded_but_not_on_the_device(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in tables.candidates(SMALL, H200):
+        compiler.get(SMALL, config, H200)
+    monkeypatch.setattr(compiler, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="not ready"):
+        run(random_call(SMALL, 1))
+
+
+def test_operands_device_is_made_current_only_when_it_is_not(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    call = random_call(SMALL, 2)
+    run(call)
+    monkeypatch.setattr(plan, "on_device", on_device)
+    run(call)
+    assert entered == []
+    monkeypatch.setattr(plan, "current_device", lambda: 3)
+    run(call)
+    assert entered == [-1]
+
+
+# ---- the kernel's own argument checks --------------------------------------------------------------
+
+RICH = dataclasses.replace(SMALL, has_z=True)
+NAMES = [f.name for f in dataclasses.fields(Call) if f.name not in ("dt_softplus",)]
+ALIGNED = ("state", "x_cache", "B_cache", "x", "B", "C", "out", "z")
+
+
+@pytest.fixture(scope="module")
+def real_kernel(tmp_path_factory: pytest.TempPathFactory) -> compiler.Kernel:
+    path = tmp_path_factory.mktemp("kernel") / "step.o"
+    compiler._export(compiler._build(RICH, TileConfig(), "sm_90a"), path)
+    return compiler._load(path)
+
+
+def good() -> dict[str, Any]:
+    args = dict(zip(NAMES, plan.kernel_args(plan.scratch_call(RICH, torch.device("cpu"), 3)), strict=True))
+    return {k: Pretend.like(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+
+
+def bad_variants() -> dict[str, tuple[str, Any]]:
+    """Every way in which one argument alone can be wrong, and that `from_tensors` refuses: (argument, value)."""
+    found: dict[str, tuple[str, Any]] = {}
+
+    def add(name: str, what: str, value: Any) -> None:
+        found[f"{name} {what}"] = (name, value)
+
+    for name, t in good().items():
+        if not isinstance(t, Pretend):
+            continue
+        size = t.dtype.itemsize
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int64):
+            if dtype != t.dtype:
+                add(name, f"is {dtype}", t.but(dtype=dtype))
+        add(name, "lacks a dimension", t.but(shape=t.shape[1:], strides=t.strides[1:]))
+        add(name, "has one dimension more", t.but(shape=(1, *t.shape), strides=(0, *t.strides)))
+        for d in range(len(t.shape)):
+            for n in (t.shape[d] + 1, t.shape[d] - 1):
+                add(name, f"dimension {d} is {n}", t.but(shape=(*t.shape[:d], n, *t.shape[d + 1 :])))
+            bumped = t.but(strides=(*t.strides[:d], t.strides[d] + 1, *t.strides[d + 1 :]))
+            if name in ALIGNED or t.strides[d] == 0 or (d == len(t.shape) - 1 and len(t.shape) > 1):
+                add(name, f"stride {d} is {bumped.strides[d]}", bumped)
+        for offset in (1, 2, 8, 15) if name in ALIGNED else (1,) if size > 1 else ():
+            add(name, f"starts {offset} bytes off", t.but(address=t.address + offset))
+        add(name, "is on another GPU", t.but(device=1))
+        add(name, "is None", None)
+        add(name, "is an int", 7)
+    add("z", "is on the CPU", torch.zeros(good()["z"].shape, dtype=torch.bfloat16))
+    for value in (1.0, None, "1", 1 << 63):
+        add("pad_slot_id", f"is {value!r}", value)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretended addresses must not reach a GPU")
+class TestKernelChecks:
+    """A warm launch relies on the checks that the DSL generates; here each of them is seen to refuse."""
+
+    def test_right_arguments_get_as_far_as_the_missing_driver(self, real_kernel: compiler.Kernel) -> None:
+        with pytest.raises(RuntimeError, match="Cuda"):
+            real_kernel(*[v.tensor() if isinstance(v, Pretend) else v for v in good().values()])
+
+    @pytest.mark.parametrize("variant", bad_variants())
+    def test_wrong_argument_is_refused_before_the_launch(self, variant: str, real_kernel: compiler.Kernel) -> None:
+        name, value = bad_variants()[variant]
+        args = {**good(), name: value}
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            real_kernel(*[v.tensor() if isinstance(v, Pretend) else v for v in args.values()])
+
+    def test_absent_tensor_must_be_absent(self, tmp_path: Path) -> None:
+        path = tmp_path / "step.o"
+        compiler._export(compiler._build(dataclasses.replace(RICH, has_z=False), TileConfig(), "sm_90a"), path)
+        kernel = compiler._load(path)
+        with pytest.raises((ValueError, TypeError)):
+            kernel(*[v.tensor() if isinstance(v, Pretend) else v for v in good().values()])
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_bad_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_usable() -> None:
+    problem = dataclasses.replace(SMALL, has_z=True)
+    call = random_call(problem, 3, device="cuda")
+    api.checkpointing_ssu(**call.kwargs())
+    wide = torch.zeros(3 * 2 * 4 * 64 + 8, dtype=torch.bfloat16, device="cuda")
+    off = wide[1 : 1 + 3 * 2 * 4 * 64].view(3, 2, 4, 64)
+    changes: dict[str, Any] = {
+        "z": off, "out": off, "dt_cache": call.dt_cache.double(), "ring_start": call.ring_start.long(),
+        "A": call.A.contiguous(), "C": call.C.cpu(), "prev_num_accepted_tokens": call.prev_num_accepted_tokens[:-1],
+    }  # fmt: skip
+    for name, value in changes.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
+            api.checkpointing_ssu(**{**call.kwargs(), name: value})
+    torch.cuda.synchronize()
+    api.checkpointing_ssu(**call.kwargs())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_operands_on_another_gpu_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        here, there = random_call(SMALL, 3, device="cuda:0"), random_call(SMALL, 3, device="cuda:1")
+        api.checkpointing_ssu(**there.kwargs())
+        api.checkpointing_ssu(**here.kwargs())
+        torch.cuda.synchronize(1)
+        assert torch.equal(here.out.cpu(), there.out.cpu())
+        assert torch.cuda.current_device() == 0
