@@ -1,13 +1,15 @@
 """A first cost model: what one call moves, and how long a config should need for it.
 
-The model sees each multiprocessor as a closed system. A resident CTA keeps `stages` head states in flight; a head
-needs S = its bytes at the multiprocessor's share of the read limit, Z = one memory round trip plus the dependent
-arithmetic, and I = issue time that the resident CTAs share. With N heads in flight the time per head can be below
-neither S (bandwidth) nor (S + Z) / N (Little's law: bytes in flight against latency x bandwidth) nor I, and the three
-are joined by a p-norm. To that come the wave count with its tail and a fixed launch-and-latency term.
+The model sees each multiprocessor as a closed system. Its resident CTAs take their heads one after the other and keep
+`stages` head states in flight each. The time per head can be below none of four limits:
+  bandwidth  S, a head's bytes at the multiprocessor's share of the read limit;
+  latency    (S + round trip) / heads in flight (Little's law: bytes in flight against latency x bandwidth);
+  chain      a head's dependent arithmetic / resident CTAs;
+  issue      the issue time of a head's warps and its part of the CTA's own work.
+They are joined by a p-norm. To that come the wave count with its tail and a fixed launch-and-latency term.
 
-Its constants are fitted to 20 timings of the design's feasibility study on one H200 (128 heads, T = 4, W = 16; one head
-and one stage, four heads and two stages; f32 and bf16 state; batch 1, 16, 64, 256): root mean square error 5.3%,
+The constants are fitted to 20 timings of the design's feasibility study on one H200 (128 heads, T = 4, W = 16; one head
+and one stage, four heads and two stages; f32 and bf16 state; batch 1, 16, 64, 256): root mean square error 4.8%,
 largest 11%. Two configs cannot tell a model everything, and no other GPU has been fitted: for the others only the
 target's own facts change. PDL is not modelled. So its answers are estimates: good for choosing what to compile first
 and for a start on a GPU that nobody has measured.
@@ -25,12 +27,12 @@ from replayssm_cute.target import Target
 
 from .acceptance import Mix
 
-LAUNCH_US = 2.45  # empty graph node, slot look-up, first bytes, drain
-ROUND_TRIP_US = 0.80  # issue of a state load to its arrival, idle memory
-HEAD_US = 0.12  # arithmetic on one head that waits for its state
-HEAD_ISSUE_US = 0.21  # issue time of one head of 4 warps on a multiprocessor
-CTA_ISSUE_US = 0.07  # issue time of a CTA's own work: start, B·C products, loads
-NORM = 1.67  # how softly the three limits join
+LAUNCH_US = 2.58  # empty graph node, slot look-up, first bytes, drain
+ROUND_TRIP_US = 0.50  # a state load's way in idle memory
+HEAD_US = 0.45  # dependent arithmetic of one head, once its state is there
+HEAD_ISSUE_US = 0.125  # issue time of one head of 4 warps on a multiprocessor
+CTA_ISSUE_US = 0.16  # issue time of a CTA's own work: start, B·C products, loads
+NORM = 1.62  # how softly the limits join
 WRITE_FACTOR = 1.3  # a written byte costs this many read ones (read-write turnaround; from the floor kernel)
 SM_PEAK_GBS = 80.0  # what one multiprocessor alone can draw
 LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1
@@ -107,7 +109,7 @@ class Estimate:
         in_flight: bytes of state in flight per multiprocessor.
         needed_in_flight: latency x bandwidth per multiprocessor, that Little's law asks for.
         waves: CTAs per multiprocessor over resident ones.
-        bound: the largest of the three limits: "bandwidth", "latency" or "issue".
+        bound: the largest of the limits: "bandwidth", "latency", "chain" or "issue".
     """
 
     time_us: float
@@ -152,7 +154,8 @@ def estimate(
     warps = config.warps(problem)
     ctas = config.ctas(problem, batch)
     per_sm = -(-ctas // target.sms)
-    n = min(resident, per_sm) * min(config.stages, config.heads_per_cta)
+    busy = min(resident, per_sm)
+    n = busy * min(config.stages, config.heads_per_cta)
     read, launch_us = moved.read, LAUNCH_US
     if config.ring == "whole":  # all R rows are read, and nothing waits for the cursors
         everything = traffic(problem, batch, flush=mix.flush, mean_live=problem.ring_rows)
@@ -164,7 +167,8 @@ def estimate(
     issue = HEAD_ISSUE_US * warps / _WARPS_OF_FIT + CTA_ISSUE_US / config.heads_per_cta + spill
     limits = {
         "bandwidth": s,
-        "latency": (s + ROUND_TRIP_US + HEAD_US) / n,
+        "latency": (s + ROUND_TRIP_US) / n,
+        "chain": HEAD_US / busy,
         "issue": issue,
     }
     per_head = sum(v**NORM for v in limits.values()) ** (1 / NORM)
