@@ -45,20 +45,20 @@ def _set(name: str, make: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, 
 
 def _pad_last(t: torch.Tensor, extra: int) -> torch.Tensor:
     """The same values with `extra` unused elements after each row."""
-    wide = torch.zeros(*t.shape[:-1], t.shape[-1] + extra, dtype=t.dtype)
+    wide = torch.zeros(*t.shape[:-1], t.shape[-1] + extra, dtype=t.dtype, device=t.device)
     wide[..., : t.shape[-1]] = t
     return wide[..., : t.shape[-1]]
 
 
 def _every_other(t: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros(*t.shape, 2, dtype=t.dtype)
+    wide = torch.zeros(*t.shape, 2, dtype=t.dtype, device=t.device)
     wide[..., 0] = t
     return wide[..., 0]
 
 
 def _shifted(t: torch.Tensor) -> torch.Tensor:
     """The same values one element past an aligned address, strides kept."""
-    flat = torch.zeros(t.numel() + 8, dtype=t.dtype)
+    flat = torch.zeros(t.numel() + 8, dtype=t.dtype, device=t.device)
     moved = flat[1 : 1 + t.numel()].view(t.shape)
     moved.copy_(t)
     return moved
@@ -67,14 +67,16 @@ def _shifted(t: torch.Tensor) -> torch.Tensor:
 def _overlapping(t: torch.Tensor) -> torch.Tensor:
     """Rows of dimension 0 half a slot apart."""
     half = t.stride(0) // 2 // 8 * 8
-    return torch.zeros(t.numel(), dtype=t.dtype).as_strided(t.shape, (half, *t.stride()[1:]))
+    return torch.zeros(t.numel(), dtype=t.dtype, device=t.device).as_strided(t.shape, (half, *t.stride()[1:]))
 
 
 def _grow(t: torch.Tensor, dim: int) -> torch.Tensor:
     """One more entry along `dim`; stride-0 dimensions stay so."""
     shape = list(t.shape)
     shape[dim] += 1
-    base = torch.zeros([1 if s == 0 else n for n, s in zip(shape, t.stride(), strict=True)], dtype=t.dtype)
+    base = torch.zeros(
+        [1 if s == 0 else n for n, s in zip(shape, t.stride(), strict=True)], dtype=t.dtype, device=t.device
+    )
     return base.expand(shape)
 
 
@@ -172,17 +174,17 @@ def bad_inputs() -> Iterator[Bad]:
 
     def wide_window(k: dict[str, Any]) -> None:
         for name in ("x_cache", "B_cache"):
-            k[name] = torch.zeros(*k[name].shape[:2], 20, k[name].shape[3], dtype=k[name].dtype)
-        k["dt_cache"] = torch.zeros(*k["dt_cache"].shape[:2], 20)
+            k[name] = k[name].new_zeros(*k[name].shape[:2], 20, k[name].shape[3])
+        k["dt_cache"] = k["dt_cache"].new_zeros(*k["dt_cache"].shape[:2], 20)
 
     yield Bad("W = 17", wide_window, NotImplementedError, ("window", "W = 17", "not served", "W <= 16"))
 
     def narrow_heads(k: dict[str, Any]) -> None:
         for name in ("state", "A"):
-            k[name] = torch.zeros(*k[name].shape[:-2], 1, 1).expand(*k[name].shape[:-2], 32, 128)
+            k[name] = k[name].new_zeros(*k[name].shape[:-2], 1, 1).expand(*k[name].shape[:-2], 32, 128)
         k["state"] = k["state"].contiguous()
         for name in ("x_cache", "x", "out", "z"):
-            k[name] = torch.zeros(*k[name].shape[:-1], 32, dtype=k[name].dtype)
+            k[name] = k[name].new_zeros(*k[name].shape[:-1], 32)
         for name in ("dt", "D", "dt_bias"):
             k[name] = k[name][..., :32]
 

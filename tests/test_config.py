@@ -9,7 +9,7 @@ import json
 import pytest
 
 from replayssm_cute import target
-from replayssm_cute.config import SHARED_RESERVED, TileConfig, default_config, shared_layout
+from replayssm_cute.config import RINGS, SHARED_RESERVED, TileConfig, default_config, shared_layout
 from replayssm_cute.problem import D_STATES, HEAD_DIMS, Problem
 
 PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -26,23 +26,34 @@ GEOMETRIES = [
 
 
 def configs() -> list[TileConfig]:
-    return [TileConfig(h, s, p) for h, s, p in itertools.product((1, 2, 3, 4, 7, 8, 16), (1, 2, 3, 4), (1, 2, 4, 5, 8))]
+    axes = (1, 2, 3, 4, 7, 8, 16), (1, 2, 3, 4), (1, 2, 4, 5, 8), RINGS
+    return [TileConfig(*values) for values in itertools.product(*axes)]
 
 
 def test_json_round_trip() -> None:
-    config = TileConfig(4, 2, 1)
+    config = TileConfig(4, 2, 1, "whole")
     again = TileConfig.from_json(json.loads(json.dumps(config.to_json())))
     assert again == config and hash(again) == hash(config)
-    assert TileConfig.from_json({"heads_per_cta": 4, "stages": 2}) == config
+    assert TileConfig.from_json({"heads_per_cta": 4}) == TileConfig(4), "missing fields take the default"
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(TileConfig)])
+@pytest.mark.parametrize("field", ["heads_per_cta", "stages", "head_split"])
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
 def test_values_are_positive_ints(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"config: {field} is {value!r}, expected a positive int"):
         TileConfig.from_json({field: value})
     with pytest.raises(ValueError, match=f"config: {field}"):
         TileConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["dead", None, 1])
+def test_the_ring_is_read_in_a_known_way(value: object) -> None:
+    with pytest.raises(ValueError, match=f"config: ring is {value!r}, expected one of"):
+        TileConfig.from_json({"ring": value})
+
+
+def test_labels_tell_configs_apart() -> None:
+    assert len({c.label() for c in configs()}) == len(configs())
 
 
 def test_unknown_fields_are_refused() -> None:
@@ -124,7 +135,7 @@ def test_shared_regions_do_not_overlap(state: str) -> None:
             assert at.stage_bytes == bytes_per_head == config.warps(problem) * at.warp_bytes
             assert at.stage_bytes % 1024 == 0, "the swizzle repeats every 1,024 bytes"
             assert at.products >= config.stages * at.stage_bytes
-            assert at.vectors >= at.products + at.units * at.product_floats * 4
+            assert at.vectors >= at.products + at.slices * at.product_floats * 4
             assert at.barriers >= at.vectors + config.heads_per_cta * at.vector_floats * 4
             assert at.total >= at.barriers + config.warps(problem) * config.stages * 8
             assert at.products % 16 == at.vectors % 16 == at.barriers % 8 == 0
