@@ -11,6 +11,7 @@ from .problem import Problem
 from .target import Target
 
 P_TILE = 16  # rows of head_dim that one warp owns: the M of mma.m16n8
+RINGS = ("live", "whole")
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
 
@@ -22,17 +23,22 @@ class TileConfig:
         heads_per_cta: heads of one group that a CTA takes one after the other; they share B, C and B·C.
         stages: head states in flight per CTA (shared-memory buffers), 1..heads_per_cta.
         head_split: CTAs that share one head's rows of P; more CTAs for small batches.
+        ring: "live" reads the live ring rows once the cursors are known; "whole" reads all R rows without
+            waiting for them: more bytes, one trip to memory less in a row.
     """
 
     heads_per_cta: int = 1
     stages: int = 1
     head_split: int = 1
+    ring: str = "live"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("heads_per_cta", "stages", "head_split"):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {field.name} is {value!r}, expected a positive int")
+                raise ValueError(f"config: {name} is {value!r}, expected a positive int")
+        if self.ring not in RINGS:
+            raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `from_json` gives the same config back."""
@@ -43,7 +49,7 @@ class TileConfig:
         """The config of a `to_json` dict.
 
         Raises:
-            ValueError: for unknown fields or values that are no positive ints.
+            ValueError: for unknown fields or values that no config may have.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := set(data) - known:
@@ -51,8 +57,8 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1'."""
-        return f"h{self.heads_per_cta} s{self.stages} p{self.head_split}"
+        """Short and readable: 'h4 s2 p1 live'."""
+        return f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring}"
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each 16 rows of P that the CTA owns."""
@@ -61,6 +67,10 @@ class TileConfig:
     def ctas(self, problem: Problem, batch: int) -> int:
         """CTAs of the grid for `batch` rows."""
         return batch * (problem.heads // self.heads_per_cta) * self.head_split
+
+    def ring_positions(self, problem: Problem) -> int:
+        """Ring rows that a CTA contracts over, padded to the 8 of an MMA's K."""
+        return _up(problem.ring_rows if self.ring == "whole" else problem.window, 8)
 
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory a CTA asks for; `shared_layout` in the kernel allocates the same."""
@@ -86,14 +96,26 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class SharedLayout:
-    """Byte offsets of a step CTA's shared memory; states first, for their 1,024-byte alignment."""
+    """Byte offsets of a step CTA's shared memory; states come first, for their 1,024-byte alignment.
+
+    Attributes:
+        stage_bytes, warp_bytes: one stage of the state, and one warp's tile in it.
+        products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
+        tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
+            tile_warps * slices warps work on it.
+        vectors: offset of the heads' decay vectors, `vector_floats` each.
+        barriers: offset of the stages' barriers, 8 bytes per warp and stage.
+        total: bytes in all.
+    """
 
     stage_bytes: int
     warp_bytes: int
     products: int
-    units: int
     product_stride: int
     product_floats: int
+    tiles: int
+    tile_warps: int
+    slices: int
     vectors: int
     vector_floats: int
     barriers: int
@@ -106,33 +128,36 @@ def _up(n: int, k: int) -> int:
 
 @functools.cache
 def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
-    """Where a step kernel keeps what: state stages, partial B·C products, per-head decay vectors, barriers."""
+    """Where a step kernel keeps what."""
     warps = config.warps(problem)
     warp_bytes = P_TILE * problem.d_state * problem.state_bytes
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
-    window_pad = _up(problem.window, 8)
-    # B·C is split over N in units of 32 columns, dealt to the warps; each unit's owner keeps one partial sum.
-    units = min(warps, problem.d_state // 32)
-    product_stride = tokens_pad if tokens_pad == 8 else 24  # rows t and t + 2 of a fragment read must not share banks
-    product_floats = (window_pad + tokens_pad) * product_stride
-    # weight of each old row, exp(n_t), dt_t and A*dt_t of each new token, exp(C_tot)
-    vector_floats = _up(window_pad + 3 * tokens_pad + 1, 4)
-    offset = config.stages * stage_bytes
-    products, offset = offset, offset + units * product_floats * 4
-    vectors, offset = offset, offset + config.heads_per_cta * vector_floats * 4
-    barriers, offset = _up(offset, 8), _up(offset, 8) + warps * config.stages * 8
+    positions = config.ring_positions(problem) + tokens_pad
+    tiles = _up(positions, 16) // 16
+    tile_warps = min(warps, tiles)
+    units = problem.d_state // 32
+    slices = max(s for s in range(1, warps // tile_warps + 1) if units % s == 0)
+    product_stride = tokens_pad if tokens_pad == 8 else 24  # positions t and t + 2 of a read must not share banks
+    product_floats = positions * product_stride
+    # weights of the ring; exp(n_t), dt_t and A·dt_t of each new token; exp(C_tot)
+    vector_floats = _up(positions + 2 * tokens_pad + 1, 4)
+    products = config.stages * stage_bytes
+    vectors = products + slices * product_floats * 4
+    barriers = _up(vectors + config.heads_per_cta * vector_floats * 4, 8)
     return SharedLayout(
         stage_bytes=stage_bytes,
         warp_bytes=warp_bytes,
         products=products,
-        units=units,
         product_stride=product_stride,
         product_floats=product_floats,
+        tiles=tiles,
+        tile_warps=tile_warps,
+        slices=slices,
         vectors=vectors,
         vector_floats=vector_floats,
         barriers=barriers,
-        total=_up(offset, 128),
+        total=_up(barriers + warps * config.stages * 8, 128),
     )
 
 

@@ -28,6 +28,8 @@ class Problem:
 
     heads, head_dim, d_state and groups are H, P, N and G; tokens is T (new tokens a row), window is W.
     The dtype fields are the short names of `replayssm_cute.dtypes`; None means that the tensor is absent.
+    compact says that inside a slot, and over heads and groups, strides are those of contiguous tensors; slots,
+    batch rows and tokens may have any. Such kernels compute fewer addresses.
     """
 
     heads: int
@@ -46,13 +48,14 @@ class Problem:
     dt_softplus: bool = True
     index_dtype: str | None = "i32"
     pdl: bool = False
+    compact: bool = True
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "d_state", "groups", "tokens", "window"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive int")
-        for name in ("has_z", "dt_softplus", "pdl"):
+        for name in ("has_z", "dt_softplus", "pdl", "compact"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.heads % self.groups:
@@ -200,6 +203,30 @@ def _distinct(name: str, t: torch.Tensor) -> None:
                 f"{name}: got strides {t.stride()} for shape {tuple(t.shape)}, expected no overlapping elements"
             )
         reach += stride * (size - 1)
+
+
+def _is_compact(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> bool:
+    """Whether strides inside a slot, and over heads and groups, are the contiguous ones."""
+    caches = all(
+        t.stride()[1:] == torch.empty(t.shape[1:], device="meta").stride() for t in (state, x_cache, B_cache, dt_cache)
+    )
+    heads = all(t is None or t.stride(2) == t.shape[3] for t in (x, B, C, out, z))
+    scalars = all(t is None or t.stride(0) == 1 for t in (A, D, dt_bias))
+    return caches and heads and scalars and dt.stride(2) == 1
 
 
 def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> None:
@@ -366,4 +393,5 @@ def from_tensors(
         dt_softplus=dt_softplus,
         index_dtype=index_dtype,
         pdl=enable_pdl,
+        compact=_is_compact(state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias),
     )

@@ -1,0 +1,79 @@
+"""The static facts of one step kernel, derived once from its problem and config, and its index arithmetic."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Int32
+
+from ..config import P_TILE, TileConfig, shared_layout
+from ..problem import Problem
+
+WARP = 32
+
+
+class StepSpec:
+    """What every phase of a step kernel needs to know at trace time.
+
+    Rows of the replay. The kernel contracts over "positions": first the ring's, then the new tokens, each
+    padded to a multiple of 8. With `config.ring == "live"` ring position j is live row j, so only live rows are
+    read, but their addresses wait for the cursors. With "whole", position r is ring row r: every row is read,
+    at once, and the cursors only mask.
+    """
+
+    def __init__(self, problem: Problem, config: TileConfig) -> None:
+        p = self.problem = problem
+        self.config = config
+        self.shared = shared_layout(problem, config)
+        self.whole = config.ring == "whole"
+        self.warps = config.warps(problem)
+        self.threads = self.warps * WARP
+        self.state_kind = p.state_dtype
+        self.io_kind = p.io_dtype
+        self.chunk = 16 // p.state_bytes  # state elements in 16 bytes
+        self.block = 8 * self.chunk  # columns of N in one 128-byte shared-memory row
+        self.blocks = p.d_state // self.block
+        self.token_tiles = -(-p.tokens // 8)  # n-tiles of the outputs, k-steps of the new tokens
+        self.tokens_pad = 8 * self.token_tiles
+        self.ring_positions = config.ring_positions(p)
+        self.ring_steps = self.ring_positions // 8  # k-steps of the ring
+        self.steps = self.ring_steps + self.token_tiles
+        self.units = p.d_state // 32  # column units of B·C
+        # bf16 times bf16 and f16 times f16 need no conversion; everything else goes through tf32: exactly
+        # for 2-byte values, with 11 bits for f32.
+        self.native = self.state_kind == self.io_kind
+
+    def ring_row(self, start: Int32, offset: Int32) -> Int32:
+        """(start + offset) mod R for start < R and 0 <= offset < R."""
+        rows = self.problem.ring_rows
+        index = start + offset
+        return Int32(cutlass.select_(index >= rows, index - rows, index))
+
+    def read_row(self, start: Int32, pnat: Int32, position: Int32) -> Int32:
+        """The ring row to read for a ring position.
+
+        In "live" mode a dead position gives the last live row again: no extra traffic, and a valid address.
+        """
+        if self.whole:
+            return Int32(cutlass.min(position, self.problem.ring_rows - 1))
+        return self.ring_row(start, cutlass.max(cutlass.min(position, pnat - 1), 0))
+
+    def is_live(self, start: Int32, pnat: Int32, position: Int32) -> Boolean:
+        """Whether a ring position holds a live row."""
+        if self.whole:
+            rows = self.problem.ring_rows
+            age = position - start
+            age = Int32(cutlass.select_(age < 0, age + rows, age))
+            return (age < pnat) & (position < rows)
+        return position < pnat
+
+    def token(self, s: Int32) -> Int32:
+        """Token s, clamped to the last: padding lanes repeat it."""
+        return Int32(cutlass.min(s, self.problem.tokens - 1))
+
+
+def first_chunk(t: Int32) -> Int32:
+    """The first of a lane's two 16-byte chunks in a 128-byte row, {0, 1, 4, 5}[t]; the second is 2 further."""
+    return (t & 1) | ((t & 2) << 1)
+
+
+__all__ = ["P_TILE", "WARP", "StepSpec", "first_chunk"]
