@@ -1,0 +1,218 @@
+"""The public call on CPU tensors, what it refuses, explain, and what importing costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from fakes import H200, SMALL
+from test_tables import cell, table
+
+import replayssm_cute
+from replayssm_cute import TileConfig, api, calls, checks, plan, tables
+from replayssm_cute.calls import random_call
+from replayssm_cute.reference import checkpointing_ssu_reference
+from replayssm_cute.target import named
+
+fake_compiler = fakes.fake_compiler
+cpu_as_gpu = fakes.cpu_as_gpu
+
+
+def test_cpu_tensors_run_the_reference_in_place() -> None:
+    call = random_call(SMALL, 4, padding=[2])
+    call.A.requires_grad_(False)
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    assert replayssm_cute.checkpointing_ssu(**call.kwargs()) is call.out
+    for name in calls.WRITTEN:
+        torch.testing.assert_close(getattr(call, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_that_require_gradients_are_no_obstacle() -> None:
+    call = random_call(SMALL, 2)
+    assert call.D is not None
+    call.D = torch.nn.Parameter(call.D[:, 0].clone())[:, None].expand(call.D.shape)
+    assert not replayssm_cute.checkpointing_ssu(**call.kwargs()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("state_scale", torch.ones(1)), ("rand_seed", torch.ones(1)), ("cu_seqlens", torch.ones(1)), ("max_seqlen", 4)],
+)
+def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str, value: Any) -> None:
+    call = random_call(SMALL, 2)
+    before = call.clone()
+    with pytest.raises(NotImplementedError, match=f"^{name}: not served yet"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs(), **{name: value})
+    assert torch.equal(call.state.nan_to_num(), before.state.nan_to_num())
+
+
+def corrupt(name: str, row: int, value: int) -> calls.Call:
+    call = random_call(SMALL, 3, pnat=[1, 2, 4])
+    assert call.state_batch_indices is not None
+    if name == "state_batch_indices":
+        call.state_batch_indices[row] = value
+    else:
+        getattr(call, name)[call.state_batch_indices[row].long()] = value
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("state_batch_indices", 6, "got 6 for batch row 1, expected a slot below 6"),
+        ("ring_start", 6, "got 6 for batch row 1, expected 0..5"),
+        ("ring_start", -1, "got -1 for batch row 1, expected 0..5"),
+        ("prev_num_accepted_tokens", 5, "got 5 for batch row 1, expected 0..4"),
+        ("prev_num_accepted_tokens", -1, "got -1 for batch row 1, expected 0..4"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_written(name: str, value: int, expected: str) -> None:
+    call = corrupt(name, 1, value)
+    before = call.clone()
+    with pytest.raises(ValueError, match=f"^{name}: {expected}"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs())
+    for written in calls.WRITTEN:
+        got, kept = getattr(call, written), getattr(before, written)
+        torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_live_slot_named_twice_is_refused_and_padding_may_repeat() -> None:
+    call = random_call(SMALL, 3, pnat=[1, 1, 1])
+    assert call.state_batch_indices is not None
+    call.state_batch_indices[2] = call.state_batch_indices[0]
+    with pytest.raises(ValueError, match=r"state_batch_indices: got slot \d more than once"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs())
+    call.pad_slot_id = int(call.state_batch_indices[0])
+    replayssm_cute.checkpointing_ssu(**call.kwargs())
+    assert not call.out[0].any()
+
+
+def test_values_of_cuda_tensors_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("REPLAYSSM_CHECK", value)
+        assert checks.enabled() is expected
+
+
+def test_other_devices_and_types_are_refused() -> None:
+    call = random_call(SMALL, 2)
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.kwargs().items()}
+    for name in ("D", "dt_bias", "A", "dt"):  # keep their stride-0 views
+        t = call.kwargs()[name]
+        meta[name] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    with pytest.raises(ValueError, match="state: on device meta, expected a CUDA device or the CPU"):
+        replayssm_cute.checkpointing_ssu(**meta)
+    with pytest.raises(TypeError, match="state: got NoneType"):
+        replayssm_cute.checkpointing_ssu(**{**call.kwargs(), "state": None})
+    with pytest.raises(TypeError, match="config: got str"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs(), config="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pad_slot_id: got float"):
+        replayssm_cute.checkpointing_ssu(**{**call.kwargs(), "pad_slot_id": 0.5})
+
+
+# ---- explain ---------------------------------------------------------------------------------------
+
+
+def test_explain_cpu_tensors() -> None:
+    found = replayssm_cute.explain(**random_call(SMALL, 2).kwargs())
+    assert (found.source, found.config, found.batch) == ("reference", None, 2)
+    assert "CPU tensors run the reference" in str(found)
+
+
+def test_explain_for_a_named_target_tensors_or_problem_alike(cpu_as_gpu: None) -> None:
+    by_tensors = replayssm_cute.explain(**random_call(SMALL, 2).kwargs(), target="b300")
+    by_problem = replayssm_cute.explain(problem=SMALL, batch=2, target=named("b300"))
+    assert by_tensors == by_problem
+    assert by_tensors.source == "default"
+    assert "NVIDIA B300 (sm_103a)" in str(by_tensors)
+    assert "default rule" in str(by_tensors)
+
+
+def test_explain_names_table_runner_up_and_peers(cpu_as_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    split = TileConfig(head_split=2)
+    winner = cell(16, split, time_us=5.2, runner_up=TileConfig(), margin=0.125, default_us=5.9, peers={"other": 7.5})
+    tables.write(path, table({SMALL: [winner]}))
+    found = replayssm_cute.explain(problem=SMALL, batch=9, target=H200, table_paths=[path])
+    assert (found.source, found.config) == ("table", split)
+    text = str(found)
+    for part in (str(path), "measured", "bucket 16", "5.2 us", "12.5% slower", "5.9 us", "other: 7.5 us", "p2"):
+        assert part in text, part
+    assert "estimated" not in text
+
+
+def test_explain_says_estimated(cpu_as_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    tables.write(path, table({SMALL: [cell(16, TileConfig())]}, provenance="estimated"))
+    text = str(replayssm_cute.explain(problem=SMALL, batch=9, target=H200, table_paths=[path]))
+    assert "never measured on this GPU" in text
+    assert "measured table" not in text
+
+
+def test_explain_forced_config(cpu_as_gpu: None) -> None:
+    found = replayssm_cute.explain(problem=SMALL, batch=1, target=H200, config=TileConfig(head_split=2))
+    assert found.source == "forced"
+    with pytest.raises(ValueError, match="head_split 3"):
+        replayssm_cute.explain(problem=SMALL, batch=1, target=H200, config=TileConfig(head_split=3))
+
+
+def test_explain_refuses_half_a_question() -> None:
+    with pytest.raises(ValueError, match="batch: got None"):
+        replayssm_cute.explain(problem=SMALL, target="h200")
+    with pytest.raises(ValueError, match="unknown target 'h900'"):
+        replayssm_cute.explain(problem=SMALL, batch=1, target="h900")
+    with pytest.raises(TypeError, match="not both"):
+        replayssm_cute.explain(problem=SMALL, batch=1, target="h200", **random_call(SMALL, 2).kwargs())
+    with pytest.raises(TypeError, match="missing a required argument"):
+        replayssm_cute.explain()
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="target: got None without a GPU"):
+            replayssm_cute.explain(problem=SMALL, batch=1)
+
+
+def test_use_tables_changes_what_runs(cpu_as_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    tables.write(path, table({SMALL: [cell(16, TileConfig(head_split=2))]}))
+    call = random_call(SMALL, 2)
+    arguments = call.kwargs()
+    pad, slots = arguments.pop("pad_slot_id"), arguments.pop("state_batch_indices")
+    for paths, config in (([], TileConfig()), ([path], TileConfig(head_split=2)), ([], TileConfig())):
+        replayssm_cute.use_tables(paths)
+        plan.run(*arguments.values(), slots, pad, False, None)
+        assert [p.config for p in (q.choice for q in plan._plans.values())] == [config]
+
+
+# ---- the package -----------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    for name in replayssm_cute.__all__:
+        assert getattr(replayssm_cute, name) is not None
+    assert callable(replayssm_cute.warmup), "the module must not hide the function"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        replayssm_cute.nothing  # noqa: B018
+
+
+def test_importing_the_api_imports_no_dsl_and_starts_no_cuda() -> None:
+    code = (
+        "import sys, replayssm_cute, replayssm_cute.api, torch;"
+        "assert 'cutlass' not in sys.modules and 'tvm_ffi' not in sys.modules;"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_signature_is_the_contracts() -> None:
+    import inspect
+
+    parameters = inspect.signature(api.checkpointing_ssu).parameters
+    keyword_only = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert keyword_only == ["cu_seqlens", "max_seqlen", "enable_pdl", "config"]
+    assert list(parameters)[:18] == [f.name for f in dataclasses.fields(calls.Call)]
+    assert list(parameters)[18:21] == ["state_scale", "rand_seed", "philox_rounds"]
