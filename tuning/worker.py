@@ -98,7 +98,7 @@ class Worker:
         self._fresh = True
         self.starts = 0
 
-    def call(self, name: str, *, timeout_s: float, **kwargs: Any) -> Answer:
+    def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
         """Run one job; never raises for what the job or its process does."""
         if self._process is None:
             self._start()

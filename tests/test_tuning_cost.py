@@ -1,0 +1,119 @@
+"""The config space and the cost model: sane orderings, and the byte counts that everything is measured in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from replayssm_tuning import cost, space
+from replayssm_tuning.acceptance import stationary
+
+from replayssm_cute import target as targets
+from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
+
+SUPER = Problem(128, 64, 128, 8, 4, 16)
+GEOMETRIES = [SUPER, Problem(16, 64, 128, 1, 6, 16), Problem(112, 64, 128, 8, 4, 16), Problem(96, 80, 128, 8, 1, 16)]
+PLAIN = TileConfig()
+UNIFORM = stationary((0.25,) * 4, 16)
+H200 = targets.named("h200")
+
+
+@pytest.mark.parametrize("target", [targets.named(a) for a in targets.ARCHES], ids=lambda t: t.arch)
+@pytest.mark.parametrize("problem", GEOMETRIES, ids=lambda p: p.label())
+def test_the_space_is_valid_and_holds_every_default(problem: Problem, target: targets.Target) -> None:
+    found = space.configs(problem, target)
+    assert len(found) == len(set(found)) > 5
+    assert all(c.is_valid(problem, target) for c in found)
+    for batch in (1, 16, 64, 512):
+        assert default_config(problem, target, batch) in found
+    assert {c.heads_per_cta for c in found} >= {1, 2}
+
+
+def test_a_small_target_gets_fewer_configs() -> None:
+    small, large = (space.configs(SUPER, targets.named(a)) for a in ("sm_120a", "sm_90a"))
+    assert set(small) < set(large)
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "flush", "megabytes"),
+    # bytes and flush shares as published beside the peers' timings
+    [("f32", 1, 3 / 16, 5.4), ("f32", 16, 3 / 16, 85.7), ("f32", 64, 11 / 64, 338.7), ("bf16", 64, 11 / 64, 181.4)],
+)
+def test_bytes_of_a_call(state: str, batch: int, flush: float, megabytes: float) -> None:
+    problem = dataclasses.replace(SUPER, state_dtype=state)
+    moved = cost.traffic(problem, batch, flush=flush, mean_live=UNIFORM.mean_live)
+    assert moved.total / 1e6 == pytest.approx(megabytes, rel=0.01)
+    assert moved.written == pytest.approx(
+        batch * (flush * 8192 * 128 * problem.state_bytes + 4 * (2 * 8192 * 2 + 8 * 128 * 2 + 128 * 4)), abs=1
+    )
+
+
+def time_us(
+    config: TileConfig = PLAIN,
+    batch: int = 64,
+    problem: Problem = SUPER,
+    target: targets.Target = H200,
+    **known: int,
+) -> float:
+    guess = dataclasses.replace(cost.guess(problem, config), **known)
+    return cost.estimate(problem, config, target, batch, UNIFORM, guess).time_us
+
+
+@pytest.mark.parametrize("config", [TileConfig(), TileConfig(4, 2), TileConfig(2, 2, 4)], ids=lambda c: c.label())
+def test_more_rows_take_longer(config: TileConfig) -> None:
+    times = [time_us(config, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+    assert times == sorted(times)
+    assert times[-1] / times[-2] == pytest.approx(2, rel=0.05)
+
+
+def test_the_model_answers_to_what_it_knows() -> None:
+    slow_memory = dataclasses.replace(H200, read_gbs=H200.read_gbs / 2)
+    assert time_us(batch=256, target=slow_memory) > 1.5 * time_us(batch=256)
+    assert time_us(batch=256, registers=255) > time_us(batch=256, registers=64)
+    assert time_us(batch=256, shared_bytes=200_000) > 1.5 * time_us(batch=256)
+    assert time_us(batch=256, stack_bytes=512) > time_us(batch=256)
+    halved = dataclasses.replace(SUPER, state_dtype="bf16")
+    assert 1.4 < time_us(batch=256) / time_us(batch=256, problem=halved) < 2
+    # one row keeps few multiprocessors busy where each CTA takes all heads of a group
+    assert time_us(TileConfig(16, 1), batch=1) > 2 * time_us(batch=1)
+    # never faster than its bytes at the read limit
+    e = cost.estimate(SUPER, TileConfig(), H200, 512, UNIFORM, cost.guess(SUPER, TileConfig()))
+    assert e.time_us * H200.read_gbs * 1e3 > e.bytes
+    assert e.gbs == pytest.approx(e.bytes / e.time_us / 1e3)
+
+
+def test_a_whole_ring_saves_a_trip_and_costs_bytes() -> None:
+    whole = TileConfig(ring="whole")
+    assert time_us(whole, batch=1) < time_us(batch=1)
+    assert time_us(whole, batch=512) > time_us(batch=512)
+
+
+@pytest.mark.parametrize(
+    ("known", "limit"),
+    [
+        ({"shared_bytes": 100_000}, "shared memory"),
+        ({"registers": 255}, "registers"),
+        ({"shared_bytes": 10}, "threads"),
+    ],
+)
+def test_what_limits_occupancy(known: dict[str, int], limit: str) -> None:
+    guess = dataclasses.replace(cost.Guess(registers=24, shared_bytes=30_000), **known)
+    found, name = cost.occupancy(SUPER, TileConfig(), H200, guess)
+    assert name == limit
+    assert found == {"shared memory": 2, "registers": 2, "threads": 16}[limit]
+
+
+def test_what_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        time_us(shared_bytes=240 * 1024)
+    with pytest.raises(ValueError, match="read limit"):
+        time_us(target=dataclasses.replace(H200, read_gbs=0.0))
+
+
+def test_the_constants_still_fit_the_timings_that_they_are_from() -> None:
+    """The feasibility study's H200 timings (design, section 4): microseconds at batch 1, 16, 64, 256, no PDL."""
+    half = dataclasses.replace(SUPER, state_dtype="bf16")
+    for problem, times in ((SUPER, (5.3, 28, 92, 347)), (half, (4.0, 16.1, 54, 203))):
+        for batch, measured in zip((1, 16, 64, 256), times, strict=True):
+            assert time_us(batch=batch, problem=problem, registers=80) == pytest.approx(measured, rel=0.12)

@@ -1,0 +1,138 @@
+"""The journal survives kills, and the worker survives what its jobs do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from replayssm_tuning.journal import Journal, key_of
+from replayssm_tuning.worker import Poisoned, Worker
+
+
+def test_results_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.add({"b": 1, "a": [1, 2]}, {"time": 1.5})
+        journal.add({"b": 2, "a": [1, 2]}, {"failed": "crash"})
+        journal.add({"b": 1, "a": [1, 2]}, {"time": 1.25})
+        # on disk at once: another reader sees it while the first still writes
+        assert len(path.read_text().splitlines()) == 3
+    with Journal(path) as again:
+        assert again.get({"a": [1, 2], "b": 1}) == {"time": 1.25}
+        assert again.get({"a": [1, 2], "b": 2}) == {"failed": "crash"}
+        assert again.get({"a": [2, 1], "b": 1}) is None
+        assert (len(again), again.damaged) == (2, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_line_cut_short_costs_only_itself(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        for n in range(3):
+            journal.add({"n": n}, {"time": n, "padding": "x" * 40})
+    os.truncate(path, path.stat().st_size - cut)
+    with Journal(path) as again:
+        assert again.damaged == 1
+        assert [again.get({"n": n}) is not None for n in range(3)] == [True, True, False]
+        again.add({"n": 2}, {"time": 7})
+    with Journal(path) as third:
+        assert (third.damaged, len(third)) == (0, 3)
+        assert third.get({"n": 2}) == {"time": 7}
+
+
+def test_foreign_lines_are_counted_and_kept_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'nonsense\n{"key": 3}\n{"key": {"n": 1}, "result": {"t": 1}}\n\xff\xfe\n')
+    with Journal(path) as journal:
+        assert (journal.damaged, len(journal)) == (3, 1)
+
+
+def test_keys_do_not_depend_on_order() -> None:
+    assert key_of({"a": 1, "b": {"c": 2, "d": 3}}) == key_of({"b": {"d": 3, "c": 2}, "a": 1})
+    assert key_of({"a": 1}) != key_of({"a": 2})
+
+
+class Jobs:
+    """What a worker's jobs may do to it."""
+
+    def __init__(self, greeting: str) -> None:
+        self.greeting = greeting
+        self.count = 0
+
+    def hello(self, name: str) -> dict[str, object]:
+        self.count += 1
+        return {"text": f"{self.greeting} {name}", "count": self.count, "pid": os.getpid()}
+
+    def fail(self) -> None:
+        raise ValueError("this config is wrong")
+
+    def poison(self) -> None:
+        raise Poisoned("CUDA error: an illegal memory access")
+
+    def crash(self) -> None:
+        os.write(2, b"fatal: something broke\n")
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def leave(self) -> None:
+        os._exit(7)
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+
+class Unbuildable:
+    def __init__(self) -> None:
+        raise RuntimeError("no device")
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    return Worker(Jobs, ("hello",), log=tmp_path_factory.mktemp("worker") / "worker.log", startup_s=60)
+
+
+def greet(worker: Worker, name: str) -> dict[str, object]:
+    answer = worker.call("hello", timeout_s=30, name=name)
+    assert answer.ok, answer.reason
+    return answer.value
+
+
+def test_a_worker_goes_on_after_everything(worker: Worker) -> None:
+    with worker:
+        first = greet(worker, "a")
+        assert (first["text"], first["count"]) == ("hello a", 1)
+        failed = worker.call("fail", timeout_s=30)
+        assert (failed.ok, failed.kind, failed.reason) == (False, "error", "ValueError: this config is wrong")
+        assert greet(worker, "b") == {"text": "hello b", "count": 2, "pid": first["pid"]}  # the same process
+
+        crashed = worker.call("crash", timeout_s=30)
+        assert (crashed.ok, crashed.kind) == (False, "crash")
+        assert "SIGSEGV" in crashed.reason
+        assert "something broke" in crashed.reason
+        second = greet(worker, "c")
+        assert second["count"] == 1
+        assert second["pid"] != first["pid"]
+
+        poisoned = worker.call("poison", timeout_s=30)
+        assert (poisoned.kind, poisoned.reason) == ("poisoned", "CUDA error: an illegal memory access")
+        third = greet(worker, "d")
+        assert third["pid"] != second["pid"]
+
+        start = time.monotonic()
+        hung = worker.call("hang", timeout_s=0.3)
+        assert (hung.ok, hung.kind) == (False, "hang")
+        assert time.monotonic() - start < 20
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(str(third["pid"])), 0)
+
+        left = worker.call("leave", timeout_s=30)
+        assert "exit code 7" in left.reason
+        assert worker.starts == 4
+
+
+def test_a_runner_that_cannot_be_built_says_so(tmp_path: Path) -> None:
+    with Worker(Unbuildable, log=tmp_path / "log") as worker:
+        answer = worker.call("anything", timeout_s=30)
+        assert (answer.ok, answer.reason) == (False, "RuntimeError: no device")
