@@ -19,7 +19,8 @@ VERSION = "0.7.4"
 IGNORED = ("d_split", "cb_scaled", "cumAdt_vec", "cb_old", "precompute_heads_per_cta", "algorithm")
 # Parameters and defaults of flashinfer.mamba.checkpointing_ssu 0.7.4, in order.
 REQUIRED = (
-    "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C", "out",
+    "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C",
+    "out",
 )  # fmt: skip
 OPTIONAL: dict[str, Any] = {
     "D": None, "z": None, "dt_bias": None, "dt_softplus": False, "state_batch_indices": None, "pad_slot_id": -1,

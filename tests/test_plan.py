@@ -30,6 +30,12 @@ def run(call: Call, *, pdl: bool = False, config: TileConfig | None = None) -> t
     return plan.run(*k.values(), slots, pad, pdl, config)
 
 
+def strided(call: Call) -> Call:
+    """The same call with A's heads two elements apart: no longer compact."""
+    call.A = call.A.repeat_interleave(2, 0)[::2, :1, :1].expand(call.A.shape)
+    return call
+
+
 def launches() -> int:
     return sum(kernel.launches for kernel in compiler._memory.values())  # type: ignore[attr-defined]
 
@@ -79,7 +85,37 @@ def test_other_problem_flags_get_plans_of_their_own(cpu_as_gpu: None) -> None:
     problems = [SMALL, *(dataclasses.replace(SMALL, **change) for change in changes)]
     for problem in problems:
         run(random_call(problem, 2), pdl=problem.pdl)
+    run(strided(random_call(SMALL, 2)))
+    problems.append(dataclasses.replace(SMALL, compact=False))
     assert [p.problem for p in plan._plans.values()] == problems
+
+
+def test_problems_that_share_a_signature_get_their_own_kernels(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page pool can hide a ring length: the same strides, another R. The kernel's own checks tell them apart."""
+    calls = []
+    for problem in (SMALL, dataclasses.replace(SMALL, window=5)):
+        call = random_call(problem, 2)
+        for name, rows in (("x_cache", 2), ("B_cache", 2), ("dt_cache", 2)):
+            t = getattr(call, name)
+            pool = torch.zeros(*t.shape[:rows], 16, *t.shape[rows + 1 :], dtype=t.dtype)
+            setattr(call, name, pool[:, :, : t.shape[2]])
+        calls.append(call)
+    real = fakes.FakeKernel.__call__
+
+    def checked(self: fakes.FakeKernel, *args: Any) -> None:
+        if args[1].shape[2] != self.problem.ring_rows:
+            raise ValueError("Mismatched x_cache.shape[2]")
+        real(self, *args)
+
+    monkeypatch.setattr(fakes.FakeKernel, "__call__", checked)
+    for call in (*calls, *calls):
+        expected = call.clone()
+        checkpointing_ssu_reference(**expected.kwargs())
+        run(call)
+        assert torch.equal(call.x_cache, expected.x_cache)
+    assert len(plan._plans) == 1
 
 
 def test_memory_of_signatures_is_bounded(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +239,11 @@ NAMES = [f.name for f in dataclasses.fields(Call) if f.name not in ("dt_softplus
 ALIGNED = ("state", "x_cache", "B_cache", "x", "B", "C", "out", "z")
 
 
-@pytest.fixture(scope="module")
-def real_kernel(tmp_path_factory: pytest.TempPathFactory) -> compiler.Kernel:
+@pytest.fixture(scope="module", params=[True, False], ids=["compact", "strided"])
+def real_kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> compiler.Kernel:
     path = tmp_path_factory.mktemp("kernel") / "step.o"
-    compiler._export(compiler._build(RICH, TileConfig(), "sm_90a"), path)
+    problem = dataclasses.replace(RICH, compact=request.param)
+    compiler._export(compiler._build(problem, TileConfig(), "sm_90a"), path)
     return compiler._load(path)
 
 
