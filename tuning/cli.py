@@ -160,7 +160,7 @@ def _report(console: Console, given: list[Path]) -> int:
 
     files: list[Path] = []
     for path in given or [DEFAULT_OUT]:
-        files += sorted(path.rglob(f"*{RESULTS_SUFFIX}")) if path.is_dir() else [path]
+        files += [path] if path.is_file() else sorted(path.rglob(f"*{RESULTS_SUFFIX}"))
     if not files:
         where = ", ".join(str(p) for p in given) or str(DEFAULT_OUT)
         print(f"error: no results (*{RESULTS_SUFFIX}) in {where}; run a sweep first", file=sys.stderr)

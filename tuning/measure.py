@@ -425,10 +425,11 @@ class DeviceRunner:
                         CHECK_ROWS,
                         pnat=[(w * i + shift) // (CHECK_ROWS - 1) for i in range(CHECK_ROWS)],
                         padding=padding,
+                        pad_slot_id=pad,
                         seed=self.policy.seed + shift,
                         device=self.device,
                     )
-                    for shift in (0, 2)
+                    for shift, pad in ((0, -1), (2, 0))
                 ]
             }
         return self._check_calls[problem]

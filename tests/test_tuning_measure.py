@@ -1,0 +1,206 @@
+"""What is timed is what is served: cells against the contract, checks that bite, and, on a GPU, the timing itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replayssm_tuning import cost, measure
+from replayssm_tuning.acceptance import stationary
+from replayssm_tuning.measure import DeviceRunner, Policy, make_cell, slot_sets
+from replayssm_tuning.worker import Worker
+
+from replayssm_cute import calls, ring
+from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem, from_tensors
+from replayssm_cute.reference import checkpointing_ssu_reference
+
+MIB = 1 << 20
+SMALL = Problem(4, 64, 64, 2, 4, 16)
+UNIFORM = (0.25,) * 4
+MIX = stationary(UNIFORM, 16)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SMALL,
+        dataclasses.replace(SMALL, state_dtype="bf16", has_z=True, index_dtype="i64", dt_dtype="f32"),
+        dataclasses.replace(SMALL, d_dtype=None, dt_bias_dtype=None, index_dtype=None, dt_softplus=False),
+        Problem(2, 80, 128, 1, 1, 16, io_dtype="f16", dt_dtype="f16"),
+    ],
+    ids=lambda p: p.label(),
+)
+def test_a_cell_is_the_problem_itself(problem: Problem) -> None:
+    sets, batch = 3, 5
+    mix = stationary((1 / problem.tokens,) * problem.tokens, problem.window)
+    cell = make_cell(problem, batch, mix, Policy(), CPU, sets)
+    assert len(cell.calls) == sets
+    named = []
+    for call in cell.calls:
+        given = {k: v for k, v in call.kwargs().items() if k != "pad_slot_id"}
+        assert from_tensors(**given, enable_pdl=problem.pdl) == problem
+        index = call.state_batch_indices
+        pointer = call.state.data_ptr()
+        named += [(pointer, s) for s in (range(batch) if index is None else index.tolist())]
+    # distinct slots over all sets, all of them used
+    assert len(set(named)) == sets * batch
+    flushing = rows = 0
+    for call in cell.calls:
+        index = torch.arange(batch) if call.state_batch_indices is None else call.state_batch_indices.long()
+        pnat = call.prev_num_accepted_tokens[index]
+        flushing += int(ring.flushes(pnat, problem.tokens, problem.window).sum())
+        rows += batch
+    assert cell.flush == pytest.approx(flushing / rows)
+    assert abs(flushing - mix.flush * rows) < 1 + 1e-6
+    # replays stay finite: states contract, ring rows are rewritten with what they hold
+    for _ in range(4):
+        for call in cell.calls:
+            checkpointing_ssu_reference(**call.kwargs())
+    assert bool(torch.isfinite(cell.out).all())
+    assert all(bool(torch.isfinite(c.state).all()) for c in cell.calls)
+    assert float(cell.calls[0].state.abs().max()) < 100
+
+
+def test_rotations_leave_the_l2_cold_within_memory() -> None:
+    policy = Policy(min_rows=1)
+    touched = cost.traffic(SMALL, 8, flush=MIX.flush, mean_live=MIX.mean_live).total
+    sets = slot_sets(SMALL, 8, MIX, policy, l2=4 * MIB, free=1 << 40)
+    assert (sets - 1) * touched < policy.l2_factor * 4 * MIB <= sets * touched
+    assert slot_sets(SMALL, 8, MIX, dataclasses.replace(policy, min_rows=4000), l2=1, free=1 << 40) == 500
+    assert slot_sets(SMALL, 4096, MIX, policy, l2=4 * MIB, free=1 << 40) == 2
+    held = 8 * SMALL.bytes_per_slot()
+    tight = slot_sets(SMALL, 8, MIX, policy, l2=4 * MIB, free=round(held * sets * 0.8))
+    assert tight < sets
+    with pytest.raises(ValueError, match=r"batch 8: .* do not fit"):
+        slot_sets(SMALL, 8, MIX, policy, l2=4 * MIB, free=held)
+
+
+def runner(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., None]) -> DeviceRunner:
+    """A DeviceRunner on the CPU whose every kernel is `kernel`."""
+    made = object.__new__(DeviceRunner)
+    made.device, made.policy = CPU, Policy()
+    made._cell, made._check_calls = None, {}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(DeviceRunner, "_kernel", lambda *_: kernel)
+    return made
+
+
+def as_kernel(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Callable[..., None]:
+    """The reference behind the kernel's call signature; `change` spoils its arguments."""
+    order = [
+        *(
+            "state",
+            "x_cache",
+            "B_cache",
+            "dt_cache",
+            "ring_start",
+            "prev_num_accepted_tokens",
+            "x",
+            "dt",
+            "A",
+            "B",
+            "C",
+        ),
+        *("out", "D", "z", "dt_bias", "state_batch_indices", "pad_slot_id"),
+    ]
+
+    def run(*given: Any) -> None:
+        arguments = dict(zip(order, given, strict=True))
+        change(arguments)
+        checkpointing_ssu_reference(**arguments, dt_softplus=True)
+
+    return run
+
+
+def test_right_numbers_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = runner(monkeypatch, as_kernel()).check(SMALL.to_json(), TileConfig().to_json())
+    assert 0 < found["out"] < 2e-3
+    assert found["state"] < 1e-6
+
+
+@pytest.mark.parametrize("spoiled", ["A", "ring_start", "D", "pad_slot_id", "B"])
+def test_wrong_numbers_fail_the_check(monkeypatch: pytest.MonkeyPatch, spoiled: str) -> None:
+    def change(arguments: dict[str, Any]) -> None:
+        value = arguments[spoiled]
+        arguments[spoiled] = -77 if isinstance(value, int) else value + 1 if spoiled == "ring_start" else value * 1.05
+
+    with pytest.raises(RuntimeError, match="wrong numbers"):
+        runner(monkeypatch, as_kernel(change)).check(SMALL.to_json(), TileConfig().to_json())
+
+
+def test_the_check_covers_flushes_padding_and_empty_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner(monkeypatch, as_kernel())
+    pnat: set[int] = set()
+    for call in made._calls(SMALL):
+        assert call.state_batch_indices is not None
+        live = call.state_batch_indices != call.pad_slot_id
+        assert 0 < int(live.sum()) < len(live)
+        pnat |= set(call.prev_num_accepted_tokens[call.state_batch_indices[live].long()].tolist())
+        assert bool(call.x_cache.isnan().any())
+    assert min(pnat) == 0
+    assert max(pnat) == SMALL.window
+    flushing = [bool(ring.flushes(n, SMALL.tokens, SMALL.window)) for n in pnat]
+    assert any(flushing)
+    assert not all(flushing)
+
+
+def test_tuner_modules_import_without_gpu_or_peers() -> None:
+    from replayssm_tuning import peers
+
+    assert list(peers.variants(SMALL, 4, CPU)) == [] or peers.installed()
+
+
+@pytest.mark.gpu
+def test_timing_on_the_device(tmp_path: Path) -> None:
+    """The whole chain in a worker process: check, time, race; times are repeatable and above what memory allows."""
+    problem = Problem(16, 64, 128, 1, 4, 16)
+    policy = Policy(replays=5, race_rounds=3)
+    configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
+    with Worker(DeviceRunner, (0, policy.to_json()), log=tmp_path / "worker.log", startup_s=120) as worker:
+
+        def job(name: str, **arguments: Any) -> Any:
+            answer = worker.call(name, timeout_s=120, **arguments)
+            assert answer.ok, f"{name}: {answer.reason}"
+            return answer.value
+
+        about = job("describe")
+        limit = job("limit")
+        assert 0.5 < limit["read_gbs"] / max(about["target"]["read_gbs"], 1) < 1.2
+        for config in configs:
+            assert job("check", problem=problem.to_json(), config=config)["out"] < 2e-3
+        cell = {"problem": problem.to_json(), "batch": 16, "lengths": list(UNIFORM)}
+        first = job("time", **cell, config=configs[0])
+        again = job("time", **cell, config=configs[0])
+        assert first["time_us"] == pytest.approx(again["time_us"], rel=0.15)
+        assert first["sets"] * first["bytes"] > 2 * 40 * MIB
+        assert first["flush"] == pytest.approx(MIX.flush, abs=0.02)
+        # cold L2: not faster than the bytes at somewhat more than the streaming limit
+        assert first["time_us"] > first["bytes"] / (1.2 * limit["read_gbs"]) / 1e3
+        raced = job("race", **cell, configs=configs)
+        assert raced[0]["time_us"] == pytest.approx(first["time_us"], rel=0.15)
+        large = job("time", problem=problem.to_json(), batch=256, lengths=list(UNIFORM), config=configs[0])
+        assert large["time_us"] > 2 * first["time_us"]
+        wrong = worker.call("time", timeout_s=60, **cell, config=TileConfig(heads_per_cta=3).to_json())
+        assert not wrong.ok
+        assert "heads_per_cta" in wrong.reason
+        assert job("time", **cell, config=configs[0])["time_us"] > 0  # the process lives on
+        assert worker.starts == 1
+
+
+@pytest.mark.gpu
+def test_a_launch_that_is_missing_from_a_graph_is_noticed() -> None:
+    cell = make_cell(SMALL, 4, MIX, Policy(), torch.device("cuda", 0), 3)
+
+    def lazy(call: calls.Call) -> None:
+        if call is not cell.calls[1]:
+            call.out.zero_()
+
+    with pytest.raises(RuntimeError, match="not finite"):
+        measure.capture(lazy, cell, Policy())

@@ -1,0 +1,471 @@
+"""Sweeps end to end with stand-ins for the compiler and the device: decisions, resume, tables, reports."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replayssm_tuning import cli, on_device, plan, sweep
+from replayssm_tuning.measure import Policy
+from replayssm_tuning.plots import frame
+from replayssm_tuning.results import Candidate, CellResult, Results
+from replayssm_tuning.worker import Answer
+from rich.console import Console
+
+from replayssm_cute import compiler, fingerprint, tables
+from replayssm_cute import target as targets
+from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
+from replayssm_cute.resources import Resources
+
+H200 = targets.named("h200")
+PLAN = """
+name = "small"
+title = "A small model"
+source = "made up for tests"
+batches = [1, 64]
+budget = "30s"
+targets = ["sm_90a", "sm_120a"]
+[problem]
+heads = 16
+head_dim = 64
+d_state = 128
+groups = 2
+window = 16
+[[workload]]
+label = "verify"
+tokens = 4
+[[workload]]
+label = "one token"
+tokens = 1
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> plan.TuningPlan:
+    (tmp_path / "small.toml").write_text(PLAN)
+    return plan.load(str(tmp_path / "small.toml"))
+
+
+class Compiler:
+    """Stands in for compile_many: counts, may fail, and may take long."""
+
+    def __init__(self) -> None:
+        self.asked: list[compiler.Item] = []
+        self.broken: set[TileConfig] = set()
+        self.seconds = 0.0
+
+    def __call__(
+        self, items: list[compiler.Item], workers: int, progress: Callable[[compiler.Done, int, int], None]
+    ) -> list[compiler.Done]:
+        done = []
+        for n, item in enumerate(items, 1):
+            self.asked.append(item)
+            time.sleep(self.seconds)
+            problem, config, _ = item
+            if config in self.broken:
+                one = compiler.Done(item, "compiled", 1.0, None, "the compiler process died")
+            else:
+                shared = config.shared_bytes(problem)
+                found = Resources("k", 96 if config.heads_per_cta == 1 else 128, 0, 0, shared, 128, 9000)
+                one = compiler.Done(item, "compiled", 1.0, found)
+            done.append(one)
+            progress(one, n, len(items))
+        return done
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    stand_in = Compiler()
+    monkeypatch.setattr(compiler, "compile_many", stand_in)
+    return stand_in
+
+
+def estimate(small: plan.TuningPlan, out: Path, **more: Any) -> list[Path]:
+    return sweep.run(small, out, workers=1, console=Console(quiet=True), **more)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Without a GPU
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_makes_tables_for_the_run_time(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    paths = estimate(small, tmp_path / "out")
+    assert [p.name for p in paths] == [
+        "nvidia-h200-sm_90a-estimated.table.json",
+        "nvidia-rtx-pro-6000-blackwell-sm_120a-estimated.table.json",
+    ]
+    for path, name in zip(paths, ("sm_90a", "sm_120a"), strict=True):
+        target = targets.named(name)
+        table = tables.read(path)
+        assert table.manifest.provenance == "estimated"
+        assert table.manifest.unusable_reason(target) is None
+        assert set(table.entries) == {w.problem for w in small.workloads}
+        looked_up = tables.Tables.of(target, [path])
+        for workload in small.workloads:
+            for batch in small.batches:
+                choice = looked_up.choose(workload.problem, batch)
+                assert (choice.source, choice.provenance) == ("table", "estimated")
+                assert choice.config.is_valid(workload.problem, target)
+                assert choice.cell is not None
+                assert choice.cell.time_us <= (choice.cell.default_us or 0)
+        flush = table.manifest.acceptance["verify"]["flush"]
+        assert flush == pytest.approx(small.workloads[0].mix.flush, abs=1e-5)
+
+
+def test_the_budget_ends_an_estimate_early(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    fake.seconds = 0.05
+    start = time.monotonic()
+    estimate(small, tmp_path, budget_s=7.0)  # one second of compiling, the rest is kept for writing
+    assert time.monotonic() - start < 6
+    assert 5 < len(fake.asked) < 40
+    # every workload and target had its default first
+    first = {(p, t) for p, c, t in fake.asked[:8] if c == default_config(p, t, 1)}
+    assert len(first) == 4
+    results = Results.load(tmp_path / "nvidia-h200-sm_90a-estimated.results.json")
+    assert any("reached" in note for note in results.notes)
+    assert len(results.cells) == 4
+
+
+def test_an_estimate_resumes_and_keeps_failures(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    broken = TileConfig(2, 2, 2)
+    fake.broken = {broken}
+    estimate(small, tmp_path, target_names=("sm_90a",))
+    asked = len(fake.asked)
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    assert len(lines) == asked
+    # a kill in the middle of a line, and three results less
+    journal.write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:50])
+    estimate(small, tmp_path, target_names=("sm_90a",))
+    assert len(fake.asked) == asked + 3
+    results = Results.load(tmp_path / "nvidia-h200-sm_90a-estimated.results.json")
+    failed = [c for cell in results.cells for c in cell.candidates if c.stage == "failed"]
+    assert {c.config for c in failed} == {broken}
+    assert failed[0].reason == "the compiler process died"
+    fake.broken = set()
+    estimate(small, tmp_path, target_names=("sm_90a",), retry=True)
+    assert len(fake.asked) == asked + 3 + len(small.workloads)
+
+
+def test_other_kernels_make_old_results_worthless(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate(small, tmp_path, target_names=("sm_90a",))
+    asked = len(fake.asked)
+    monkeypatch.setattr(fingerprint, "kernels", lambda: "f" * 64)
+    estimate(small, tmp_path, target_names=("sm_90a",))
+    assert len(fake.asked) == 2 * asked
+
+
+def test_nothing_compiled_is_an_error(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    class All(set):
+        def __contains__(self, _: object) -> bool:
+            return True
+
+    fake.broken = All()
+    with pytest.raises(sweep.SweepError, match="the compiler process died"):
+        estimate(small, tmp_path)
+    assert not list(tmp_path.glob("*.table.json"))
+
+
+# ---------------------------------------------------------------------------------------------------
+# On a device
+# ---------------------------------------------------------------------------------------------------
+
+POLICY = Policy()
+SLOW, CRASHING, WRONG, BEST = TileConfig(4, 1), TileConfig(8, 4), TileConfig(4, 4), TileConfig(2, 2)
+
+
+class Device:
+    """Stands in for the worker: times by a rule, and configs that crash or give wrong numbers."""
+
+    starts = 1
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[str, dict[str, Any]]] = []
+        self.gain = 0.10
+        self.peer_us = 40.0
+
+    def of(self, config: dict[str, Any], batch: int) -> float:
+        c = TileConfig.from_json(config)
+        base = 4 + batch / 2
+        if c == BEST:
+            return base * (1 - self.gain)
+        return base * (2.0 if c == SLOW else 1.0 if c == TileConfig() else 1.2)
+
+    def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
+        self.jobs.append((name, kwargs))
+        facts = {"bytes": 1_000_000 * kwargs.get("batch", 1), "flush": 0.18, "sets": 9, "nodes": 90}
+        if name == "describe":
+            peers = {"flashinfer": "0.7.4"}
+            return Answer(True, {"target": dataclasses.asdict(H200), "driver": "580.1", "peers": peers})
+        if name == "limit":
+            return Answer(True, {"read_gbs": 4400.0, "copy_gbs": 4000.0, "bytes": 1 << 32, "method": "torch.sum"})
+        if name == "check":
+            c = TileConfig.from_json(kwargs["config"])
+            if c == WRONG:
+                return Answer(False, None, "error", "RuntimeError: wrong numbers: out error 0.3 exceeds 0.002")
+            return Answer(True, {"out": 1e-3, "out_worst": 2e-3, "state": 1e-7})
+        if name == "time":
+            if TileConfig.from_json(kwargs["config"]) == CRASHING:
+                return Answer(False, None, "crash", "the process died of SIGSEGV")
+            us = self.of(kwargs["config"], kwargs["batch"])
+            return Answer(True, {"time_us": us, "spread": 0.01, "samples": 9, **facts})
+        if name == "race":
+            return Answer(
+                True,
+                [
+                    {"time_us": self.of(c, kwargs["batch"]), "spread": 0.005, "samples": 21, **facts}
+                    for c in kwargs["configs"]
+                ],
+            )
+        assert name == "peers"
+        best = {"peer": "flashinfer", "variant": "monolith", "default": False, "time_us": self.peer_us, "spread": 0.0}
+        default = {**best, "variant": "auto", "default": True, "time_us": self.peer_us * 1.25}
+        broken = {"peer": "flashinfer", "variant": "two-kernel", "default": False, "failed": "RuntimeError: no"}
+        return Answer(True, [default, best, broken])
+
+
+def measured(small: plan.TuningPlan, out: Path, device: Device, **more: Any) -> Results:
+    journal = sweep.Journal(out / "journal.jsonl")
+    console = Console(quiet=True)
+    context = sweep.Context(small, out, journal, sweep.Budget(30), console, workers=1, **more)
+    with journal:
+        return on_device._Session(context, device, POLICY, 0).run(peers=True)  # type: ignore[arg-type]
+
+
+def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    device = Device()
+    results = measured(small, tmp_path, device)
+    path = sweep.write(results, tmp_path, Console(quiet=True))
+    assert path.name == "nvidia-h200-sm_90a-measured.table.json"
+    table = tables.read(path)
+    assert (table.manifest.provenance, table.manifest.driver) == ("measured", "580.1")
+    assert table.manifest.versions["flashinfer"] == "0.7.4"
+    assert table.manifest.policy["replays"] == POLICY.replays
+    cell = table.entries[small.workloads[0].problem][1]
+    assert (cell.batch, cell.config) == (64, BEST)
+    assert cell.time_us == pytest.approx(36 * 0.9)
+    assert cell.default_us == pytest.approx(36)
+    assert cell.runner_up == TileConfig()
+    assert cell.margin == pytest.approx(1 / 0.9 - 1)
+    assert cell.gb_s == pytest.approx(64e6 / cell.time_us / 1e3)
+    assert cell.limit_fraction == pytest.approx(cell.gb_s / 4600)  # the catalogue's measured limit is the higher one
+    assert cell.peers == {"flashinfer": 40.0, "flashinfer default": 50.0}
+    # the failing ones cost themselves only, and say why
+    loaded = Results.load(tmp_path / "nvidia-h200-sm_90a-measured.results.json")
+    assert loaded == results
+    failed = {c.config: c.reason for c in loaded.cells[0].candidates if c.stage == "failed"}
+    assert set(failed) == {WRONG, CRASHING}
+    assert "wrong numbers" in failed[WRONG]
+    assert "SIGSEGV" in failed[CRASHING]
+    # no config is timed before its numbers were checked, and each is checked once a problem
+    checked: set[str] = set()
+    for name, kwargs in device.jobs:
+        key = json.dumps([kwargs.get("problem"), kwargs.get("config")])
+        if name == "check":
+            assert key not in checked
+            checked.add(key)
+        elif name == "time":
+            assert key in checked
+            assert TileConfig.from_json(kwargs["config"]) != WRONG
+
+
+@pytest.mark.parametrize(("gain", "winner"), [(0.015, TileConfig()), (0.03, BEST), (-0.2, TileConfig())])
+def test_the_default_stays_unless_beaten_by_the_margin(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, gain: float, winner: TileConfig
+) -> None:
+    device = Device()
+    device.gain = gain
+    table = measured(small, tmp_path, device).table()
+    for cells in table.entries.values():
+        for cell in cells:
+            assert cell.config == winner
+            assert cell.margin is not None
+            assert cell.margin >= 0
+
+
+def test_a_measured_sweep_resumes_without_the_device(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    first = measured(small, tmp_path, Device())
+    again = Device()
+    second = measured(small, tmp_path, again)
+    assert [name for name, _ in again.jobs] == ["describe"]
+    assert second.cells == first.cells
+
+
+def test_the_race_is_among_the_close_ones_and_the_default(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path
+) -> None:
+    device = Device()
+    measured(small, tmp_path, device)
+    fields = [[TileConfig.from_json(c) for c in kw["configs"]] for name, kw in device.jobs if name == "race"]
+    assert len(fields) == 4
+    assert all(set(field) == {BEST, TileConfig()} for field in fields)
+
+
+def test_a_spent_budget_leaves_cells_out_and_says_so(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ending(Device):
+        def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
+            if name == "time" and kwargs["batch"] == 64:
+                monkeypatch.setattr(sweep.Budget, "left", property(lambda _: 0.0))
+            return super().call(name, timeout_s=timeout_s, **kwargs)
+
+    results = measured(small, tmp_path, Ending())
+    assert [(c.label, c.batch) for c in results.cells] == [("verify", 1), ("verify", 64)]
+    assert any("2 of 4 cells have no time" in note for note in results.notes)
+
+
+def test_a_device_that_fails_is_an_error(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    class Dead(Device):
+        def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
+            return Answer(False, None, "error", "RuntimeError: no CUDA-capable device is detected")
+
+    with pytest.raises(sweep.SweepError, match="no CUDA-capable device"):
+        measured(small, tmp_path, Dead())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Decisions and reports
+# ---------------------------------------------------------------------------------------------------
+
+
+def cell_of(*times: tuple[TileConfig, float | None, str]) -> CellResult:
+    candidates = tuple(Candidate(c, t, stage=s) for c, t, s in times)
+    problem = Problem(16, 64, 128, 2, 4, 16)
+    return CellResult("verify", problem, 4, 1_000_000, 0.2, TileConfig(), candidates)
+
+
+def test_only_raced_times_decide_where_there_was_a_race() -> None:
+    cell = cell_of((TileConfig(), 10.0, "raced"), (BEST, 9.0, "raced"), (SLOW, 8.0, "first"), (WRONG, None, "failed"))
+    winner = cell.decide(0.02)
+    assert winner is not None
+    assert winner.config == BEST
+
+
+def test_without_a_default_the_fastest_wins_and_without_times_nobody() -> None:
+    winner = cell_of((BEST, 9.0, "first"), (TileConfig(), None, "failed")).decide(0.5)
+    assert winner is not None
+    assert winner.config == BEST
+    assert cell_of((BEST, None, "failed")).decide(0.02) is None
+
+
+def test_a_report_has_every_number_beside_its_plot(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    device = Device()
+    device.peer_us = 30.0  # faster than the winner at batch 64
+    sweep.write(measured(small, tmp_path, device), tmp_path, Console(quiet=True))
+    estimate(small, tmp_path, target_names=("sm_100a",))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    stem = "nvidia-h200-sm_90a-measured"
+    for kind in ("time", "bandwidth", "speedup", "winners", "configs"):
+        png = tmp_path / "plots" / f"{stem}-{kind}.png"
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        with png.with_suffix(".csv").open() as f:
+            rows = list(csv.DictReader(f))
+        assert rows
+        assert {r["batch"] for r in rows} == {"1", "64"}
+    with (tmp_path / "plots" / f"{stem}-time.csv").open() as f:
+        row = next(r for r in csv.DictReader(f) if r["batch"] == "64" and r["workload"] == "verify")
+    assert float(row["time_us"]) == pytest.approx(32.4)
+    assert float(row["flashinfer_us"]) == pytest.approx(30)
+    with (tmp_path / "plots" / f"{stem}-model.csv").open() as f:
+        assert {float(r["regret"]) >= 0 for r in csv.DictReader(f)} == {True}
+    text = (tmp_path / "report.md").read_text()
+    assert "**measured**" in text
+    assert "**estimated**" in text
+    assert "A PEER IS FASTER in 2 cell(s)" in text
+    assert "flashinfer at verify, batch 64 (30.0 µs against 32.4)" in text
+    assert fingerprint.kernels()[:12] in text
+    assert "NVIDIA H200" in text
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (tmp_path / line.split("](")[1].rstrip(")")).is_file()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 10
+    assert "://" not in page  # self-contained
+
+
+def test_numbers_of_a_frame_agree_with_the_table(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    results = measured(small, tmp_path, Device())
+    table = results.table()
+    shown = frame(results)
+    assert len(shown) == 4
+    for row in shown.itertuples():
+        problem = next(w.problem for w in small.workloads if w.label == row.workload)
+        cell = next(c for c in table.entries[problem] if c.batch == row.batch)
+        assert (row.config, row.time_us, row.gb_s) == (cell.config.label(), cell.time_us, pytest.approx(cell.gb_s))
+        assert row.speedup_over_default == pytest.approx((cell.default_us or 0) / cell.time_us)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_estimates_where_there_is_no_gpu(
+    small: plan.TuningPlan,
+    fake: Compiler,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["sweep", "--plan", "small.toml", "--workers", "1", "--batches", "2,8"]) == 0
+    out = capsys.readouterr().out
+    assert "no CUDA GPU found" in out
+    made = tmp_path / "reports" / "tune" / "small"
+    table = tables.read(made / "nvidia-h200-sm_90a-estimated.table.json")
+    assert [c.batch for c in table.entries[small.workloads[0].problem]] == [2, 8]
+    assert cli.main(["report"]) == 0
+    assert (made / "report.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["sweep", "--plan", "none.toml"], 2, "no plan"),
+        (["sweep", "--plan", "small.toml", "--acceptance", "x"], 2, "unknown"),
+        (["sweep", "--plan", "small.toml", "--workers", "0"], 2, "--workers"),
+        (["sweep", "--plan", "small.toml", "--targets", "sm_1"], 2, "unknown target 'sm_1'"),
+        (["sweep", "--plan", "small.toml", "--budget", "soon"], 2, "duration"),
+        (["sweep", "--plan", "small.toml", "--tp", "3"], 2, "tp"),
+        (["sweep"], 2, "--plan"),
+        (["report", "nowhere"], 1, "nowhere"),
+        (["report"], 1, "run a sweep first"),
+        (["explain-plan", "--plan", "small.toml"], 0, ""),
+        (["list"], 0, ""),
+    ],
+)
+def test_exit_codes_and_messages(
+    small: plan.TuningPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        found = cli.main(arguments)
+    except SystemExit as e:  # argparse's own
+        found = int(str(e.code))
+    assert found == code
+    assert words in capsys.readouterr().err
+
+
+def test_damaged_results_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"x{sweep.RESULTS_SUFFIX}"
+    path.write_text('{"cells": 3')
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert path.name in capsys.readouterr().err
