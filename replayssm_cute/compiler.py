@@ -430,6 +430,7 @@ def compile_many(
         items: (problem, config, target) triples.
         workers: processes; default the CPUs this process may use.
         progress: called as (done, number finished, number of items) after each item, never twice at once.
+            What it raises ends the whole: items that run are finished, no other is started.
 
     Returns:
         One `Done` an item, in the order of `items`.
@@ -458,8 +459,15 @@ def compile_many(
     count = min(missing.qsize(), workers or len(os.sched_getaffinity(0)))
     if count:
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
-            for feeder in [threads.submit(_feed, missing, finish) for _ in range(count)]:
-                feeder.result()
+            feeders = [threads.submit(_feed, missing, finish) for _ in range(count)]
+            try:
+                for feeder in concurrent.futures.as_completed(feeders):
+                    feeder.result()
+            except BaseException:  # an interrupt, or what `progress` raised: start nothing more
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        missing.get_nowait()
+                raise
     return [results[item] for item in todo]
 
 

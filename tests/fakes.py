@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,17 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cpu_as_gpu(fake_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_as_gpu(fake_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans on CPU tensors: their device index is -1, their target an H200, their kernels the reference."""
     monkeypatch.setattr(plan, "device_target", lambda index: H200)
     monkeypatch.setattr(plan, "current_device", lambda: -1)
     monkeypatch.setattr(plan, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(plan, "tensor_device", lambda index: torch.device("cpu"))
-    for name in ("_plans",):
-        monkeypatch.setattr(plan, name, {})
+    monkeypatch.setattr(plan, "_plans", {})
     for name in ("_prepared", "_touched"):
         monkeypatch.setattr(plan, name, set())
     monkeypatch.setattr(tables.files, "shipped", list)
-    tables.use([])
     monkeypatch.setattr(tables.lookup, "_paths", ())
+    tables.forget()
+    yield
+    tables.forget()  # what was read here, without shipped tables

@@ -100,6 +100,18 @@ def test_values_of_cuda_tensors_are_checked_when_asked(monkeypatch: pytest.Monke
         assert checks.enabled() is expected
 
 
+@pytest.mark.gpu
+def test_values_of_cuda_tensors_are_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_CHECK", True)
+    for name, value in (("state_batch_indices", 6), ("ring_start", 6), ("prev_num_accepted_tokens", 5)):
+        call = corrupt(name, 1, value).to("cuda")
+        before = call.clone()
+        with pytest.raises(ValueError, match=f"^{name}: got {value} for batch row 1"):
+            replayssm_cute.checkpointing_ssu(**call.kwargs())
+        torch.cuda.synchronize()
+        torch.testing.assert_close(call.x_cache, before.x_cache, rtol=0, atol=0, equal_nan=True)
+
+
 def test_other_devices_and_types_are_refused() -> None:
     call = random_call(SMALL, 2)
     meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.kwargs().items()}

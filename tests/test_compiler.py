@@ -406,6 +406,33 @@ def test_compile_many_reports_disk_hits_failures_and_crashes(
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_what_progress_raises_ends_compile_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
+    started: list[compiler.Item] = []
+
+    class Pool:
+        """Stands in for a worker process."""
+
+        def submit(self, work: Any, item: compiler.Item) -> Any:
+            started.append(item)
+            future: Any = compiler.concurrent.futures.Future()
+            future.set_result(compiler.Done(item, "compiled", 0.0))
+            return future
+
+        def shutdown(self) -> None:
+            started.append(None)  # type: ignore[arg-type]
+
+    def stop(done: compiler.Done, count: int, total: int) -> None:
+        if count == 2:
+            raise TimeoutError("budget spent")
+
+    monkeypatch.setattr(compiler.concurrent.futures, "ProcessPoolExecutor", lambda *_, **__: Pool())
+    items = [(dataclasses.replace(SMALL, heads=2 * k), CONFIG, H200) for k in range(1, 6)]
+    with pytest.raises(TimeoutError, match="budget spent"):
+        compiler.compile_many(items, workers=1, progress=stop)
+    assert started == [*items[:2], None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import TileConfig, default_config
@@ -54,6 +54,28 @@ class Tables:
 
     target: Target
     tables: tuple[tuple[str, Table], ...] = ()
+    _exact: dict[Problem, list[tuple[list[int], list[Choice]]]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Answer every cell's own problem in advance, so that an exact look-up is a dictionary and a bisection."""
+        exact: dict[Problem, list[tuple[list[int], list[Choice]]]] = {}
+        for name, table in self.tables:
+            for problem, cells in table.entries.items():
+                choices = [
+                    Choice(
+                        cell.config,
+                        "table",
+                        f"{_kind(table)} for this problem, bucket {cell.batch}",
+                        name,
+                        table.manifest.provenance,
+                        cell,
+                        problem,
+                    )
+                    for cell in _valid(problem, self.target, cells)
+                ]
+                buckets = [choice.cell.batch for choice in choices if choice.cell is not None]
+                exact.setdefault(problem, []).append((buckets, choices))
+        object.__setattr__(self, "_exact", exact)
 
     @classmethod
     def of(cls, target: Target, paths: Sequence[Path | str] | None = None) -> Tables:
@@ -83,15 +105,10 @@ class Tables:
 
     def choose(self, problem: Problem, batch: int) -> Choice:
         """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
-        for name, table in self.tables:
-            cells = table.entries.get(problem)
-            if cells is None:
-                continue
-            at = bisect.bisect_left(cells, batch, key=lambda c: c.batch)
-            for cell in cells[at:]:
-                if cell.config.is_valid(problem, self.target):
-                    reason = f"{_kind(table)} for this problem, bucket {cell.batch}"
-                    return Choice(cell.config, "table", reason, name, table.manifest.provenance, cell, problem)
+        for buckets, choices in self._exact.get(problem, ()):
+            at = bisect.bisect_left(buckets, batch)
+            if at < len(choices):
+                return choices[at]
         return self._nearest(problem, batch) or self._default(problem, batch)
 
     def _nearest(self, problem: Problem, batch: int) -> Choice | None:
