@@ -6,6 +6,7 @@ from typing import Any
 
 from replayssm_cute import fingerprint
 from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
 from . import cost
@@ -19,6 +20,7 @@ from .worker import Worker
 COMPILE_SHARE = 0.5  # of the budget, at most
 _STARTUP_S = 120.0
 _JOB_S = 60.0  # a job takes well under a second; a config that takes this long hangs
+_PEERS_S = 300.0  # peers may compile themselves on their first call
 _RACERS = 8  # at most, the default among them
 
 
@@ -50,6 +52,8 @@ class _Session:
         self.target = Target(**answer.value["target"])
         self.resources: dict[tuple[Any, TileConfig], dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.unreached = 0
+        self.without_peers: set[Problem] = set()
 
     def run(self, peers: bool) -> Results:
         ctx, target = self.ctx, self.target
@@ -74,7 +78,9 @@ class _Session:
         found = []
         with Steps(ctx.console, "cells", len(cells), ctx.budget) as steps:
             for number, (workload, batch) in enumerate(cells):
-                share = Budget(ctx.budget.left / (len(cells) - number))
+                # the rest of a cell's share is for its race and its peers
+                part = 0.7 if peers and self.peer_versions else 0.9
+                share = Budget(part * ctx.budget.left / (len(cells) - number))
                 cell = self.cell(workload, batch, order[workload.problem], share, steps, peers)
                 if cell is not None:
                     found.append(cell)
@@ -83,6 +89,8 @@ class _Session:
             self.notes.append(
                 f"{len(cells) - len(found)} of {len(cells)} cells have no time; a rerun goes on with them"
             )
+        if self.unreached:
+            self.notes.append(f"the budget ended before {self.unreached} times (a config in a cell) were taken")
         if self.worker.starts > 1:
             self.notes.append(f"the measuring process was started {self.worker.starts} times (crashes, hangs)")
         return Results(
@@ -116,7 +124,7 @@ class _Session:
             return target.read_gbs, f"measured before on this model; plain torch reached {read:,.0f} GB/s in this run"
         return read, f"measured in this run: {limit['method']}"
 
-    def job(self, name: str, key: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    def job(self, name: str, key: dict[str, Any], arguments: dict[str, Any], *, timeout_s: float = _JOB_S) -> Any:
         """A worker's job, or what the journal knows of it; a failure is {"failed": ...}, journalled too."""
         full = {
             "kind": name,
@@ -129,7 +137,7 @@ class _Session:
         known = self.ctx.known(full)
         if known is not None:
             return known.get("value", known)
-        answer = self.worker.call(name, timeout_s=_JOB_S, **arguments)
+        answer = self.worker.call(name, timeout_s=timeout_s, **arguments)
         if answer.ok:
             self.ctx.journal.add(full, {"value": answer.value})
             return answer.value
@@ -146,11 +154,10 @@ class _Session:
         where = {"problem": problem.to_json(), "batch": batch, "lengths": [round(s, 9) for s in workload.lengths]}
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
-        unreached = 0
         for config in self.by_estimate(workload, batch, configs, default):
             resources = self.resources.get((problem, config))
             if resources is None or share.left <= 0 or self.ctx.budget.left <= 0:
-                unreached += 1
+                self.unreached += 1
                 continue
             steps.at(f"{workload.label}, batch {batch}: {config.label()}")
             result = self.one(problem.to_json(), where, config, resources)
@@ -176,18 +183,7 @@ class _Session:
             return None
         for candidate in self.race(where, timed, default, steps):
             candidates[candidate.config] = candidate
-        if unreached:
-            self.note(
-                f"{workload.label}, batch {batch}: the budget ended before {unreached} of {len(configs)} candidates"
-            )
-        found: list[Any] = []
-        if peers and self.peer_versions and self.ctx.budget.left > 0:
-            steps.at(f"{workload.label}, batch {batch}: peers")
-            answer = self.job("peers", where | {"versions": self.peer_versions}, where)
-            if isinstance(answer, list):
-                found = answer
-            else:
-                self.note(f"batch {batch}: peers failed: {answer.get('reason', '')[:200]}")
+        found = self.time_peers(problem, where, steps) if peers and self.peer_versions else []
         return CellResult(
             label=workload.label,
             problem=problem,
@@ -198,6 +194,19 @@ class _Session:
             candidates=tuple(candidates.values()),
             peers=tuple(found),
         )
+
+    def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:
+        """The peers' times in a cell; a problem whose peers hang or crash is not asked again."""
+        if problem in self.without_peers or self.ctx.budget.left <= 0:
+            return []
+        steps.at(f"{problem.label()}, batch {where['batch']}: peers")
+        key = where | {"versions": self.peer_versions}
+        answer = self.job("peers", key, where, timeout_s=min(_PEERS_S, max(_JOB_S, self.ctx.budget.left / 2)))
+        if isinstance(answer, list):
+            return answer
+        self.without_peers.add(problem)
+        self.note(f"{problem.label()}: peers failed: {answer['failed']}: {answer.get('reason', '')[:200]}")
+        return []
 
     def by_estimate(
         self, workload: Workload, batch: int, configs: list[TileConfig], default: TileConfig
