@@ -9,6 +9,7 @@ small batches by a third.
 from __future__ import annotations
 
 import csv
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,15 @@ def stationary(lengths: Sequence[float], window: int) -> Mix:
     """The stationary mix of pnat under the cursor rule, for P(length = 1..T) given.
 
     Solved as a linear system: the chain may be periodic (T = 1 walks a cycle), so powers of it need not converge.
+
+    Raises:
+        ValueError: if there are no lengths, or more than W.
     """
+    return _stationary(tuple(lengths), window)
+
+
+@functools.lru_cache(maxsize=256)
+def _stationary(lengths: tuple[float, ...], window: int) -> Mix:
     tokens = len(lengths)
     if not 1 <= tokens <= window:
         raise ValueError(f"lengths: got {tokens} of them with W = {window}, expected 1..W")

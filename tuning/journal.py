@@ -1,4 +1,4 @@
-"""The journal of a sweep: one JSON line a result, on disk before the next one starts, and found again on a rerun."""
+"""The journal of a sweep: one JSON line a result, written before the next one starts, and found again on a rerun."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ class Journal:
         return self._results.get(key_of(key))
 
     def add(self, key: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """Record a result; it is on disk when this returns."""
+        """Record a result; it is in the file, and survives a kill, when this returns."""
         line = json.dumps({"key": dict(key), "result": dict(result)}, sort_keys=True)
         self._file.write(line + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
         self._results[key_of(key)] = dict(result)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
