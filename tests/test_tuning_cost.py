@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from replayssm_tuning import cost, space
-from replayssm_tuning.acceptance import stationary
+from replayssm_tuning import cost, plan, space, sweep
+from replayssm_tuning.acceptance import Acceptance, stationary
 
 from replayssm_cute import target as targets
 from replayssm_cute.config import TileConfig, default_config
@@ -21,18 +21,35 @@ H200 = targets.named("h200")
 
 @pytest.mark.parametrize("target", [targets.named(a) for a in targets.ARCHES], ids=lambda t: t.arch)
 @pytest.mark.parametrize("problem", GEOMETRIES, ids=lambda p: p.label())
-def test_the_space_is_valid_and_holds_every_default(problem: Problem, target: targets.Target) -> None:
+def test_the_space_is_valid_and_defaults_come_first(problem: Problem, target: targets.Target) -> None:
     found = space.configs(problem, target)
     assert len(found) == len(set(found)) > 5
     assert all(c.is_valid(problem, target) for c in found)
-    for batch in (1, 16, 64, 512):
-        assert default_config(problem, target, batch) in found
     assert {c.heads_per_cta for c in found} >= {1, 2}
+    batches = (1, 16, 64, 512)
+    order = sweep.ranked(plan.Workload("w", problem, Acceptance("uniform", uniform=True)), target, batches)
+    assert set(order) >= set(found)
+    assert len(order) == len(set(order))
+    wanted = {default_config(problem, target, b) for b in batches}
+    assert set(order[: len(wanted)]) == wanted
 
 
 def test_a_small_target_gets_fewer_configs() -> None:
     small, large = (space.configs(SUPER, targets.named(a)) for a in ("sm_120a", "sm_90a"))
-    assert set(small) < set(large)
+    # caps aside, which depend on how many CTAs a multiprocessor holds
+    assert {c for c in small if c.ctas_per_sm == 1} < {c for c in large if c.ctas_per_sm == 1}
+
+
+def test_registers_are_capped_where_more_ctas_fit() -> None:
+    free = TileConfig()
+    usual, limit = cost.occupancy(SUPER, free, H200, cost.guess(SUPER, free))
+    assert limit == "registers"
+    for config in (caps := space.capped(free, SUPER, H200)):
+        assert config.is_valid(SUPER, H200)
+        more, _ = cost.occupancy(SUPER, config, H200, cost.guess(SUPER, config))
+        assert usual < more == config.ctas_per_sm
+    assert 1 <= len(caps) <= 2
+    assert not space.capped(TileConfig(16, 6), SUPER, H200)  # one CTA fills the shared memory
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,12 @@ class Guess:
     stack_bytes: int = 0
 
 
-def guess(problem: Problem, config: TileConfig) -> Guess:
-    """Resources of a kernel that has not been compiled: registers as most of the compiled ones have them."""
-    return Guess(120 if config.heads_per_cta == 1 else 155, config.shared_bytes(problem))
+def guess(problem: Problem, config: TileConfig, registers_per_sm: int = 65536) -> Guess:
+    """Resources of a kernel that has not been compiled: registers as most compiled ones have them, or the cap."""
+    usual = 120 if config.heads_per_cta == 1 else 155
+    threads = config.ctas_per_sm * config.warps(problem) * 32
+    cap = registers_per_sm // threads // 8 * 8 if config.ctas_per_sm > 1 else usual
+    return Guess(min(usual, cap), config.shared_bytes(problem))
 
 
 @dataclass(frozen=True, slots=True)

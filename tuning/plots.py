@@ -167,7 +167,7 @@ def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
         ax.plot(part["batch"], part["time_us"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
         ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
         ax.set_ylabel("µs a call")
-    axes[0].legend(loc="upper left")
+        ax.legend(loc="upper left")
     columns = ["workload", "problem", "batch", "config", "time_us", "spread", "default_us", "limit_us"]
     return figure, table[columns + [f"{p}_us" for p in peers_of(table)]]
 
@@ -198,14 +198,14 @@ def _bandwidth(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFr
         ax.annotate(
             f"{100 * last['limit_fraction']:.0f}%",
             (last["batch"], last["gb_s"]),
-            xytext=(0, -14),
+            xytext=(0, 6),
             textcoords="offset points",
             ha="center",
             color=OURS,
         )
         ax.set_ylim(0, results.read_gbs * 1.13)
         ax.set_ylabel("GB/s")
-    axes[0].legend(loc="lower right")
+        ax.legend(loc="best")
     return figure, data
 
 
@@ -241,10 +241,10 @@ def _speedup(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
         low = min(
             1.0, float(np.nanmin(part[[f"speedup_over_{s}" for s in shown]].astype(float).to_numpy())) if shown else 1.0
         )
-        ax.set_ylim(min(0.98, low - 0.05), max(1.1, top + 0.12 * (top - low + 0.3)))
+        ax.set_ylim(min(0.98, low - 0.05), max(1.1, top + (0.12 + 0.06 * (len(shown) // 2)) * (top - low + 0.3)))
         ax.set_xlabel("batch (rows)")
         ax.set_ylabel("times as fast (1 = equal)")
-    axes[0].legend(loc="upper left", ncols=min(len(series), 3))
+        ax.legend(loc="upper left", ncols=min(len(shown), 2))
     return figure, table[["workload", "problem", "batch", "config", "default", *(f"speedup_over_{s}" for s in series)]]
 
 
@@ -270,15 +270,17 @@ def _winners(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
             gain = row["speedup_over_default"]
             is_default = row["config"] == row["default"]
             below = "default" if is_default else ("" if gain is None or pd.isna(gain) else f"{gain:.2f}x default")
-            *tile, way = row["config"].split()
-            ax.text(x, y - 0.2, " ".join(tile), ha="center", va="center", color=ink, fontsize=9.5, fontweight="bold")
-            ax.text(x, y + 0.04, way, ha="center", va="center", color=ink, fontsize=8.5)
+            words = row["config"].split()
+            ax.text(
+                x, y - 0.2, " ".join(words[:3]), ha="center", va="center", color=ink, fontsize=9.5, fontweight="bold"
+            )
+            ax.text(x, y + 0.04, " ".join(words[3:]), ha="center", va="center", color=ink, fontsize=8.5)
             ax.text(x, y + 0.28, below, ha="center", va="center", color=ink, fontsize=7.5)
     ax.set_xlim(-0.5, len(batches) - 0.5)
     ax.set_ylim(len(problems) - 0.5, -0.5)
     ax.set_xticks(range(len(batches)), [str(b) for b in batches])
     ax.set_yticks(range(len(problems)), [f"{w}\n{p}" for w, p in problems.itertuples(index=False)], color=INK)
-    ax.set_xlabel("batch (rows); h = heads a CTA, s = stages, p = CTAs a head; live or whole ring")
+    ax.set_xlabel("batch (rows); h = heads a CTA, s = stages, p = CTAs a head, c = CTAs an SM; live or whole ring")
     ax.grid(False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)

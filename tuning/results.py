@@ -81,15 +81,14 @@ class CellResult:
         return fastest
 
     def best_peers(self) -> dict[str, float]:
-        """Fastest time of each peer, and of its default variant ("<peer> default"), where they ran."""
+        """Fastest time of each peer, and of its default variant ("<peer> default") where it has others."""
+        timed = [e for e in self.peers if e.get("time_us") is not None]
         found: dict[str, float] = {}
-        for entry in self.peers:
-            time_us = entry.get("time_us")
-            if time_us is None:
-                continue
-            names = [entry["peer"]] + ([f"{entry['peer']} default"] if entry["default"] else [])
-            for name in names:
-                found[name] = min(found.get(name, math.inf), time_us)
+        for entry in timed:
+            peer, time_us = entry["peer"], entry["time_us"]
+            found[peer] = min(found.get(peer, math.inf), time_us)
+            if entry["default"] and any(e["peer"] == peer and not e["default"] for e in timed):
+                found[f"{peer} default"] = time_us
         return found
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from replayssm_cute.config import P_TILE, RINGS, TileConfig, default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
+
+from . import cost
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # a stage more or less in between changes little and costs a compilation
 
@@ -14,9 +18,10 @@ def _divisors(n: int) -> list[int]:
 
 
 def configs(problem: Problem, target: Target) -> list[TileConfig]:
-    """Every valid config of the grid, smallest first, one-stage configs among them; `TileConfig.is_valid` decides.
+    """Every valid config of the grid, smallest first; `TileConfig.is_valid` decides.
 
-    The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, both ways to the ring.
+    The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, both ways to the ring,
+    registers free or capped (see `capped`).
     """
     found = [
         TileConfig(heads_per_cta=heads, stages=stages, head_split=split, ring=ring)
@@ -26,7 +31,19 @@ def configs(problem: Problem, target: Target) -> list[TileConfig]:
         for split in _divisors(problem.head_dim // P_TILE)
         for ring in RINGS
     ]
-    return [c for c in found if c.is_valid(problem, target)]
+    return [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
+
+
+def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfig]:
+    """The same config with registers capped, where more CTAs would fit than usual registers let in.
+
+    Two caps at most: one CTA a multiprocessor more, and as many as its shared memory and threads hold.
+    """
+    usual, _ = cost.occupancy(problem, free, target, cost.guess(problem, free))
+    held = usual
+    while dataclasses.replace(free, ctas_per_sm=held + 1).is_valid(problem, target):
+        held += 1
+    return [dataclasses.replace(free, ctas_per_sm=n) for n in sorted({usual + 1, held}) if usual < n <= held]
 
 
 def defaults(problem: Problem, target: Target, batches: list[int]) -> list[TileConfig]:
