@@ -126,7 +126,7 @@ def random_call(
         if p.dt_bias_dtype is None
         else _spread(uniform(-2.0, 0.0, p.heads).to(dtypes.TORCH[p.dt_bias_dtype]), p.head_dim),
         dt_softplus=p.dt_softplus,
-        state_batch_indices=None if p.index_dtype is None else named.to(dtypes.TORCH[p.index_dtype]),
+        state_batch_indices=None if p.index_dtype is None else named.to(dtypes.TORCH[p.index_dtype], copy=True),
         pad_slot_id=pad_slot_id,
     )
     if not p.dt_softplus:  # without softplus the raw dt is the step itself: keep it positive
@@ -139,7 +139,8 @@ def random_call(
             raise ValueError("padding: needs a problem with slot indices")
         call.state_batch_indices[list(padding)] = pad_slot_id
     if dead is not None:
-        _poison(call, named, dead)
+        live_rows = sorted(set(range(batch)) - set(padding))
+        _poison(call, named[live_rows], dead)
     return call.to(device) if torch.device(device).type != "cpu" else call
 
 

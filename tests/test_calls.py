@@ -68,15 +68,17 @@ def test_padding_needs_indices() -> None:
         random_call(dataclasses.replace(BASE, index_dtype=None), 2, padding=(0,))
 
 
+@pytest.mark.parametrize("index", ["i32", "i64"])
 @pytest.mark.parametrize("pad", [-1, 0, 4])
-def test_live_rows_never_name_the_padding_slot(pad: int) -> None:
-    """Only the rows asked for are padding, and a padding slot that exists holds poison."""
+def test_live_rows_never_name_the_padding_slot(pad: int, index: str) -> None:
+    """Only the rows asked for are padding, and every slot that no row names holds poison, the padding slot too."""
+    problem = dataclasses.replace(BASE, index_dtype=index)
     for seed in range(10):
-        call = random_call(BASE, 4, slots=5, seed=seed, pad_slot_id=pad, padding=(2,))
+        call = random_call(problem, 4, slots=5, seed=seed, pad_slot_id=pad, padding=(2,))
         assert call.state_batch_indices is not None
         assert [i for i, s in enumerate(call.state_batch_indices.tolist()) if s == pad] == [2]
-        if pad >= 0:
-            assert bool(torch.isnan(call.state[pad]).all())
+        unnamed = set(range(5)) - {s for s in call.state_batch_indices.tolist() if s != pad}
+        assert bool(torch.isnan(call.state[sorted(unnamed)]).all())
     with pytest.raises(ValueError, match="slots: got 4, expected at least 4 beside the padding slot"):
         random_call(BASE, 4, slots=4, pad_slot_id=0)
 

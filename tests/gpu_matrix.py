@@ -1,0 +1,140 @@
+"""The correctness matrix of the step kernel: pairwise covering instead of the full product, about forty kernels."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
+
+# (heads, head_dim, d_state, groups): the geometries that are promised.
+GEOMETRIES = (
+    (128, 64, 128, 8),
+    (16, 64, 128, 1),
+    (64, 64, 128, 8),
+    (112, 64, 128, 8),
+    (96, 80, 128, 8),
+    (256, 64, 128, 8),
+)
+# Other shapes of head that the contract allows, once each.
+OTHER_GEOMETRIES = ((24, 128, 256, 1), (80, 64, 64, 1), (32, 64, 256, 2), (16, 80, 256, 4), (32, 128, 128, 2))
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "geometry": GEOMETRIES,
+    "state": ("f32", "bf16", "f16"),
+    "io": ("bf16", "f16"),
+    "tokens": (1, 2, 4, 6, 8, 16),
+    "without": ("nothing", "D", "dt_bias", "softplus", "z"),
+    "dt": ("io", "f32"),
+    "index": ("i32", "i64", None),
+    "tile": ("one", "several", "split", "whole", "several whole"),
+}
+# Pairs of axes that need not be covered: they meet in no line of the kernel.
+UNPAIRED = {frozenset(("geometry", axis)) for axis in ("tokens", "without", "dt", "index", "tile")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem and the kind of tile config to run it with."""
+
+    problem: Problem
+    tile: str
+
+    def config(self, target: Target) -> TileConfig:
+        """The first config of that kind that is valid on the target."""
+        return tile_config(self.tile, self.problem, target)
+
+    def __str__(self) -> str:
+        p = self.problem
+        absent = [
+            n for n, v in (("D", p.d_dtype), ("bias", p.dt_bias_dtype), ("z", p.has_z), ("sp", p.dt_softplus)) if not v
+        ]
+        return f"{p.label()} {p.io_dtype} dt-{p.dt_dtype} {p.index_dtype} no-{'-'.join(absent) or 'thing'} {self.tile}"
+
+
+def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
+    """A valid config of a kind; the plain one where the target or the problem allows none."""
+    ring = "whole" if "whole" in kind else "live"
+    tiles = problem.head_dim // 16
+    wanted = {
+        "one": [TileConfig()],
+        "several": [TileConfig(heads_per_cta=n, stages=2) for n in (4, 2)],
+        "split": [TileConfig(head_split=n) for n in range(2, tiles + 1)],
+        "whole": [TileConfig(ring=ring)],
+        "several whole": [
+            TileConfig(heads_per_cta=n, stages=s, ring=ring) for n, s in ((7, 3), (4, 4), (4, 2), (2, 2), (2, 1))
+        ],
+    }[kind]
+    fallback = [TileConfig(head_split=n, ring=ring) for n in range(1, tiles + 1)]
+    return next(c for c in (*wanted, *fallback) if c.is_valid(problem, target))
+
+
+def pairs(row: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """The pairs of axis values in a (partial) row that count."""
+    for (a, va), (b, vb) in itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2):
+        if frozenset((a, b)) not in UNPAIRED:
+            yield (a, va), (b, vb)
+
+
+def needed() -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every pair that some row has to contain."""
+    return {
+        pair
+        for a, b in itertools.combinations(sorted(AXES), 2)
+        for va, vb in itertools.product(AXES[a], AXES[b])
+        for pair in pairs({a: va, b: vb})
+    }
+
+
+def rows() -> list[dict[str, Any]]:
+    """A greedy pairwise covering, the same on every run."""
+    open_pairs = needed()
+    order = {pair: i for i, pair in enumerate(sorted(open_pairs, key=repr))}
+    used: collections.Counter[tuple[str, Any]] = collections.Counter()
+    found = []
+    while open_pairs:
+        row = dict(min(open_pairs, key=order.__getitem__))
+        for axis in sorted(set(AXES) - set(row), key=lambda a: (-len(AXES[a]), a)):
+            gain = {v: len(open_pairs & set(pairs(row | {axis: v}))) for v in AXES[axis]}
+            row[axis] = max(AXES[axis], key=lambda v: (gain[v], -used[axis, v]))
+        open_pairs -= set(pairs(row))
+        used.update(row.items())
+        found.append(row)
+    return found
+
+
+def _problem(row: dict[str, Any], number: int) -> Problem:
+    H, P, N, G = row["geometry"]
+    io = row["io"]
+    weights = ("f32", "bf16", "f16")
+    return Problem(
+        heads=H,
+        head_dim=P,
+        d_state=N,
+        groups=G,
+        tokens=row["tokens"],
+        window=max(row["tokens"], (16, 16, 8, 11)[number % 4]),
+        state_dtype=row["state"],
+        io_dtype=io,
+        dt_dtype=io if row["dt"] == "io" else "f32",
+        a_dtype=weights[number // 2 % 3] if number % 2 else "f32",
+        d_dtype=None if row["without"] == "D" else weights[number % 3],
+        dt_bias_dtype=None if row["without"] == "dt_bias" else weights[(number + 1) % 3],
+        has_z=row["without"] != "z",
+        dt_softplus=row["without"] != "softplus",
+        index_dtype=row["index"],
+    )
+
+
+def cases() -> list[Case]:
+    """The matrix: the covering over the promised geometries, and the other head shapes."""
+    found = [Case(_problem(row, i), row["tile"]) for i, row in enumerate(rows())]
+    for i, geometry in enumerate(OTHER_GEOMETRIES):
+        row = {axis: values[i % len(values)] for axis, values in AXES.items()} | {"geometry": geometry}
+        found.append(Case(_problem(row, i), row["tile"]))
+    return found
