@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from replayssm_tuning import cost, measure
+from replayssm_tuning import cost, measure, peers
 from replayssm_tuning.acceptance import stationary
 from replayssm_tuning.measure import DeviceRunner, Policy, make_cell, slot_sets
-from replayssm_tuning.worker import Worker
+from replayssm_tuning.worker import Poisoned, Worker
 
 from replayssm_cute import calls, ring
 from replayssm_cute.config import TileConfig
@@ -151,9 +153,89 @@ def test_the_check_covers_flushes_padding_and_empty_rings(monkeypatch: pytest.Mo
     assert not all(flushing)
 
 
-def test_tuner_modules_import_without_gpu_or_peers() -> None:
-    from replayssm_tuning import peers
+class Clock:
+    """Stands in for a captured rotation: runs each call once, then tells made-up times."""
 
+    def __init__(self, run: Callable[[calls.Call], None], cell: measure.Cell, _: Policy) -> None:
+        for call in cell.calls:
+            run(call)
+        self.nodes = len(cell.calls)
+
+    def sample(self, replays: int) -> list[float]:
+        return [10.0 + i for i in range(replays)]
+
+
+@pytest.fixture
+def timing(monkeypatch: pytest.MonkeyPatch) -> DeviceRunner:
+    made = runner(monkeypatch, as_kernel())
+    monkeypatch.setattr(measure, "capture", Clock)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=MIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 31))
+    return made
+
+
+def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
+    cell = {"problem": SMALL.to_json(), "batch": 4, "lengths": list(UNIFORM)}
+    configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
+    first = timing.time(**cell, config=configs[0])
+    held = timing._cell
+    assert json.loads(json.dumps(first)) == first
+    assert first["time_us"] == 14.0  # the median of 9
+    assert first["spread"] == pytest.approx(8 / 14)
+    assert first["nodes"] == first["sets"] >= 16
+    raced = timing.race(**cell, configs=configs)
+    assert json.loads(json.dumps(raced)) == raced
+    assert [r["samples"] for r in raced] == [21, 21]
+    assert timing._cell is held
+    timing.time(**{**cell, "batch": 8}, config=configs[0])
+    assert timing._cell is not held
+    with pytest.raises(ValueError, match="do not fit"):
+        timing.time(**{**cell, "batch": 1 << 20}, config=configs[0])
+    assert timing._cell is None  # its memory is free for the next
+
+
+def test_peers_cost_only_themselves(timing: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = as_kernel()
+
+    def right(call: calls.Call) -> None:
+        measure.launch(kernel, call)
+
+    def wrong(call: calls.Call) -> None:
+        right(call)
+        call.out.mul_(1.1)
+
+    def broken(call: calls.Call) -> None:
+        raise RuntimeError("no kernel for this shape")
+
+    offered = [
+        peers.Variant("other", "default", True, True, right),
+        peers.Variant("other", "loose", False, True, wrong),
+        peers.Variant("other", "broken", False, True, broken),
+        peers.Variant("standard", "default", True, False, right),
+    ]
+    monkeypatch.setattr(peers, "variants", lambda *_: iter(offered))
+    found = timing.peers(problem=SMALL.to_json(), batch=4, lengths=list(UNIFORM))
+    assert [f["peer"] for f in found] == ["other", "other", "other", "standard"]
+    assert [round(f.get("out_error", -1), 1) for f in found] == [0.0, 0.1, -1, -1]
+    assert [f.get("time_us") for f in found] == [14.0, 14.0, None, 14.0]
+    assert found[2]["failed"] == "RuntimeError: no kernel for this shape"
+
+
+def test_a_dead_context_is_told_from_an_error(timing: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = {"problem": SMALL.to_json(), "batch": 4, "lengths": list(UNIFORM), "config": TileConfig().to_json()}
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(DeviceRunner, "_kernel", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        timing.time(**cell)  # the device still answers
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(Poisoned, match="illegal memory access"):
+        timing.time(**cell)
+
+
+def test_tuner_modules_import_without_gpu_or_peers() -> None:
     assert list(peers.variants(SMALL, 4, CPU)) == [] or peers.installed()
 
 
