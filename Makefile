@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	sys.exit(0 if v >= (3, 11) else f"{sys.executable} is Python {v.major}.{v.minor}; 3.11 or newer is needed: make PYTHON=/path/to/python …")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV); a few minutes, longer where torch has to be downloaded'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
