@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "without": ("nothing", "D", "dt_bias", "softplus", "z"),
     "dt": ("io", "f32"),
     "index": ("i32", "i64", None),
-    "tile": ("one", "several", "split", "whole", "several whole"),
+    "tile": ("one", "several", "split", "whole", "several whole", "capped"),
 }
 # Pairs of axes that need not be covered: they meet in no line of the kernel.
 UNPAIRED = {frozenset(("geometry", axis)) for axis in ("tokens", "without", "dt", "index", "tile")}
@@ -66,6 +66,7 @@ def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
         "several": [TileConfig(heads_per_cta=n, stages=2) for n in (4, 2)],
         "split": [TileConfig(head_split=n) for n in range(2, tiles + 1)],
         "whole": [TileConfig(ring=ring)],
+        "capped": [TileConfig(ctas_per_sm=n) for n in (5, 4, 3, 2)],
         "several whole": [
             TileConfig(heads_per_cta=n, stages=s, ring=ring) for n, s in ((7, 3), (4, 4), (4, 2), (2, 2), (2, 1))
         ],

@@ -18,6 +18,8 @@ CASES = [
     (SUPER, ONE),
     (SUPER, FOUR),
     (SUPER, TileConfig(head_split=2)),
+    (SUPER, TileConfig(heads_per_cta=4, stages=1, ring="whole")),
+    (SUPER, TileConfig(ctas_per_sm=2)),
     (dataclasses.replace(SUPER, state_dtype="bf16", has_z=True), FOUR),
     (dataclasses.replace(SUPER, state_dtype="f16", io_dtype="f16", dt_dtype="f16", d_dtype="f32"), FOUR),
     (dataclasses.replace(SUPER, tokens=16, has_z=True, dt_dtype="f32", index_dtype="i64"), FOUR),
