@@ -66,7 +66,7 @@ def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
         "several": [TileConfig(heads_per_cta=n, stages=2) for n in (4, 2)],
         "split": [TileConfig(head_split=n) for n in range(2, tiles + 1)],
         "whole": [TileConfig(ring=ring)],
-        "capped": [TileConfig(ctas_per_sm=n) for n in (5, 4, 3, 2)],
+        "capped": [TileConfig(ctas_per_sm=n) for n in (4, 3, 2)],
         "several whole": [
             TileConfig(heads_per_cta=n, stages=s, ring=ring) for n, s in ((7, 3), (4, 4), (4, 2), (2, 2), (2, 1))
         ],
