@@ -30,5 +30,6 @@ def test_the_files_exist() -> None:
     layout = README[README.index("## Layout") :]
     for path in re.findall(r"(?<![\w/])([a-z_]+\.py)\b", layout):
         assert (ROOT / "replayssm_cute" / path).exists(), path
-    for folder in re.findall(r"(?<![\w/])((?:[a-z_]+/)+)(?=\W)", layout):
+    made = {"reports/"}  # by make tune; absent from a clone as long as no report is committed
+    for folder in set(re.findall(r"(?<![\w/])((?:[a-z_]+/)+)(?=\W)", layout)) - made:
         assert any((base / folder).is_dir() for base in (ROOT, ROOT / "replayssm_cute")), folder
