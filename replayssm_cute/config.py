@@ -11,6 +11,8 @@ from .problem import Problem
 from .target import Target
 
 P_TILE = 16  # rows of head_dim that one warp owns: the M of mma.m16n8
+WARP = 32
+MIN_REGISTERS = 64  # below, step kernels spill
 RINGS = ("live", "whole")
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
@@ -25,15 +27,18 @@ class TileConfig:
         head_split: CTAs that share one head's rows of P; more CTAs for small batches.
         ring: "live" reads the live ring rows once the cursors are known; "whole" reads all R rows without
             waiting for them: more bytes, one trip to memory less in a row.
+        ctas_per_sm: CTAs that must fit a multiprocessor: the compiler caps the registers accordingly. 1 leaves
+            it free.
     """
 
     heads_per_cta: int = 1
     stages: int = 1
     head_split: int = 1
     ring: str = "live"
+    ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads_per_cta", "stages", "head_split"):
+        for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} is {value!r}, expected a positive int")
@@ -57,8 +62,8 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live'."""
-        return f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring}"
+        """Short and readable: 'h4 s2 p1 live c3'."""
+        return f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring} c{self.ctas_per_sm}"
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each 16 rows of P that the CTA owns."""
@@ -87,6 +92,19 @@ class TileConfig:
         shared = self.shared_bytes(problem)
         if shared > target.shared_per_block:
             return f"needs {shared} bytes of shared memory, {target.name} allows {target.shared_per_block} a block"
+        if self.ctas_per_sm * (shared + SHARED_RESERVED) > target.shared_per_sm:
+            return (
+                f"ctas_per_sm {self.ctas_per_sm} needs {self.ctas_per_sm * (shared + SHARED_RESERVED)} bytes of shared "
+                f"memory, {target.name} has {target.shared_per_sm} a multiprocessor"
+            )
+        threads = self.ctas_per_sm * self.warps(problem) * WARP
+        if threads > target.threads_per_sm:
+            return (
+                f"ctas_per_sm {self.ctas_per_sm} needs {threads} threads, {target.name} holds {target.threads_per_sm}"
+            )
+        registers = target.registers_per_sm // threads
+        if registers < MIN_REGISTERS:
+            return f"ctas_per_sm {self.ctas_per_sm} leaves {registers} registers a thread, fewer than {MIN_REGISTERS}"
         return None
 
     def is_valid(self, problem: Problem, target: Target) -> bool:
@@ -137,7 +155,8 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)
     units = problem.d_state // 32
-    slices = max(s for s in range(1, warps // tile_warps + 1) if units % s == 0)
+    # Slices of four units keep a warp's operands within 32 registers; further ones would only add sums to read.
+    slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // 4)) + 1) if units % s == 0)
     product_stride = tokens_pad if tokens_pad == 8 else 24  # positions t and t + 2 of a read must not share banks
     product_floats = positions * product_stride
     # weights of the ring; exp(n_t), dt_t and A·dt_t of each new token; exp(C_tot)

@@ -108,7 +108,7 @@ class Decay:
         mine = 8 * n + g
         fragment = []
         for half in range(2):
-            dot = dots[step][n][half]
+            dot = dots[half]
             if step < spec.ring_steps:
                 position = 8 * step + 4 * half + t
                 weight = dot * (vectors[weights_at + position] * vectors[decay_at + mine])

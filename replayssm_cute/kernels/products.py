@@ -23,7 +23,7 @@ class Products:
     def _column(self, warp: Int32, step: int, t: Int32) -> Int32:
         """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice."""
         shared = self.spec.shared
-        return cute.assume((warp // shared.tile_warps + step * shared.slices) * 32 + 8 * t, divby=8)
+        return (warp // shared.tile_warps + step * shared.slices) * 32 + 8 * t
 
     def load_new(self, b, c, row, group, warp, g, t):
         """This warp's operands that need no slot: C of the tokens, B of the new tokens, as words."""
@@ -31,8 +31,13 @@ class Products:
         columns = [self._column(warp, k, t) for k in range(spec.units // spec.shared.slices)]
 
         def words(tensor):
-            rows = [tensor[row, spec.token(g + 8 * n), group, None].iterator for n in range(spec.token_tiles)]
-            return [[load_words(pointer + column, 4) for pointer in rows] for column in columns]
+            return [
+                [
+                    load_words(spec.pointer(tensor, row, (spec.token(g + 8 * n), group), column, 8), 4)
+                    for n in range(spec.token_tiles)
+                ]
+                for column in columns
+            ]
 
         return words(c), words(b)
 
@@ -52,7 +57,7 @@ class Products:
                     for unit in cutlass.range_constexpr(2 * tile, 2 * tile + 2):
                         if cutlass.const_expr(unit < self.spec.ring_steps):
                             ring = self.spec.read_row(start, pnat, g + 8 * unit)
-                            halves.append(load_words(b_cache[slot, group, ring, None].iterator + column, 4))
+                            halves.append(load_words(self.spec.pointer(b_cache, slot, (group, ring), column, 8), 4))
                         elif cutlass.const_expr(unit < self.spec.steps):
                             halves.append(b_words[k][unit - self.spec.ring_steps])
                         else:
@@ -70,20 +75,14 @@ class Products:
                             products[at] = sums[n][2 * half]
                             products[at + 1] = sums[n][2 * half + 1]
 
-    def totals(self, products, g, t):
-        """B·C as B-fragments: [k-step][n-tile] -> the values of positions t and t + 4 with token g."""
-        spec, shared = self.spec, self.spec.shared
-        fragments = []
-        for step in range(spec.steps):
-            tiles = []
-            for n in range(spec.token_tiles):
-                pair = []
-                for half in range(2):
-                    at = (8 * step + 4 * half + t) * shared.product_stride + 8 * n + g
-                    value = products[at]
-                    for part in range(1, shared.slices):
-                        value = value + products[at + part * shared.product_floats]
-                    pair.append(value)
-                tiles.append(pair)
-            fragments.append(tiles)
-        return fragments
+    def fragment(self, products, step, n, g, t):
+        """B·C as a B-fragment: positions t and t + 4 of k-step `step` with token 8n + g."""
+        shared = self.spec.shared
+        pair = []
+        for half in range(2):
+            at = (8 * step + 4 * half + t) * shared.product_stride + 8 * n + g
+            value = products[at]
+            for part in range(1, shared.slices):
+                value = value + products[at + part * shared.product_floats]
+            pair.append(value)
+        return pair

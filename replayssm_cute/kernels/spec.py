@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..config import P_TILE, TileConfig, shared_layout
+from ..config import P_TILE, WARP, TileConfig, shared_layout
 from ..problem import Problem
-
-WARP = 32
 
 
 class StepSpec:
@@ -69,6 +70,23 @@ class StepSpec:
     def token(self, s: Int32) -> Int32:
         """Token s, clamped to the last: padding lanes repeat it."""
         return Int32(cutlass.min(s, self.problem.tokens - 1))
+
+    def pointer(
+        self, tensor: cute.Tensor, outer: Any, inner: tuple[Any, ...], column: Any, divisor: int
+    ) -> cute.Pointer:
+        """Address of tensor[outer, *inner, column], known to be a multiple of `divisor` elements.
+
+        In compact problems everything inside a slot or batch row is reached by 32-bit offsets from one uniform
+        base, which keeps 64-bit pointers, one for each row that a lane reads, out of the registers.
+        """
+        if not self.problem.compact:
+            row = tensor[(outer, *inner, None)].iterator
+            return row + (column if isinstance(column, int) else cute.assume(column, divby=divisor))
+        base = tensor[(outer, *(0 for _ in inner), None)].iterator
+        offset = Int32(column)
+        for index, stride in zip(inner, tensor.stride[1:-1], strict=True):
+            offset = offset + Int32(index) * Int32(stride)
+        return base + cute.assume(offset, divby=divisor)
 
 
 def first_chunk(t: Int32) -> Int32:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from .decay import Decay
 from .primitives import (
@@ -78,15 +78,14 @@ class StateTile:
     def load_c(self, c, row, group, g, t):
         """C as B-fragments of the read-out: [block][chunk][n-tile] -> this lane's chunk of columns, as words."""
         spec = self.spec
-        rows = [c[row, spec.token(g + 8 * n), group, None].iterator for n in range(spec.token_tiles)]
+        rows = [
+            spec.pointer(c, row, (spec.token(g + 8 * n), group), first_chunk(t) * spec.chunk, spec.chunk)
+            for n in range(spec.token_tiles)
+        ]
         return [
             [
                 [
-                    load_words(
-                        pointer
-                        + cute.assume(block * spec.block + (first_chunk(t) + 2 * which) * spec.chunk, divby=spec.chunk),
-                        spec.chunk // 2,
-                    )
+                    load_words(pointer + (block * spec.block + 2 * which * spec.chunk), spec.chunk // 2)
                     for pointer in rows
                 ]
                 for which in range(2)
@@ -120,6 +119,16 @@ class StateTile:
             acc = mma_tf32(acc, a_frag, _pair(io, c_chunk[2 * half + k]))
         return acc
 
+    def _hold_b(self, held, b_cache, slot, group, b_rows, b_chunk, block):
+        """Load this lane's chunk of B's columns in a block, for each of its ring rows."""
+        spec = self.spec
+        column = block * spec.block + b_chunk * spec.chunk
+        per_row = spec.chunk // 2
+        for k, ring in enumerate(b_rows):
+            words = load_words(spec.pointer(b_cache, slot, (group, ring), column, spec.chunk), per_row)
+            for e, word in enumerate(words):
+                held[k * per_row + e] = word
+
     @cute.jit
     def flush(self, state, b_cache, vectors, words, x_words, head_index, slot, group, head, p0, start, pnat, g, t):
         """Write the logical state back: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j, in tf32 high and low terms.
@@ -138,35 +147,45 @@ class StateTile:
             high_terms.append(high)
             low_terms.append([to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)])
         b_chunk = first_chunk(g // 2) + 2 * (g % 2)  # the chunk of B that accumulator column g stands for
-        b_rows = []
-        for k in cutlass.range_constexpr(2 * self.spec.ring_steps):
-            position = t + 4 * k
-            b_rows.append(b_cache[slot, group, self.spec.read_row(start, pnat, position), None].iterator)
-        live = [self.spec.is_live(start, pnat, t + 4 * k) for k in range(2 * self.spec.ring_steps)]
-        low_row = state[slot, head, p0 + 2 * g, None].iterator
-        high_row = state[slot, head, p0 + 2 * g + 1, None].iterator
+        positions = [t + 4 * k for k in range(2 * self.spec.ring_steps)]
+        b_rows = [self.spec.read_row(start, pnat, position) for position in positions]
+        live = [self.spec.is_live(start, pnat, position) for position in positions]
+        per_row = self.spec.chunk // 2
+        # B of the next block is asked for before this one is worked on
+        coming = cute.make_rmem_tensor(cute.make_layout(len(b_rows) * per_row), Int32)
+        self._hold_b(coming, b_cache, slot, group, b_rows, b_chunk, Int32(0))
         for block in cutlass.range(self.spec.blocks, unroll=1):
-            column = cute.assume(block * self.spec.block + b_chunk * self.spec.chunk, divby=self.spec.chunk)
-            b_words = [load_words(pointer + column, self.spec.chunk // 2) for pointer in b_rows]
+            b_words = [[coming[k * per_row + e] for e in range(per_row)] for k in range(len(b_rows))]
             if cutlass.const_expr(self.spec.whole):
                 b_words = [
-                    [cutlass.Int32(cutlass.select_(live[k], word, cutlass.Int32(0))) for word in chunk]
+                    [Int32(cutlass.select_(live[k], word, Int32(0))) for word in chunk]
                     for k, chunk in enumerate(b_words)
                 ]
+            following = cutlass.min(block + 1, self.spec.blocks - 1)
+            self._hold_b(coming, b_cache, slot, group, b_rows, b_chunk, following)
             chunks = [state_words(words, block, which, g, t) for which in range(2)]
             rows = [[_unpack(chunks[which][side], self.spec) for which in range(2)] for side in range(2)]
-            for e in cutlass.range_constexpr(self.spec.chunk):
-                tile = [rows[side][which][e] * total for side in range(2) for which in range(2)]
-                side_of = low_half if e % 2 == 0 else high_half
-                for step in cutlass.range_constexpr(self.spec.ring_steps):
-                    b_frag = [bits(side_of(self.spec.io_kind, b_words[2 * step + half][e // 2])) for half in range(2)]
-                    tile = mma_tf32(tile, low_terms[step], b_frag)
-                    tile = mma_tf32(tile, high_terms[step], b_frag)
-                for k in cutlass.range_constexpr(4):
-                    rows[k // 2][k % 2][e] = tile[k]
+            results = [
+                [rows[side][which][e] * total for side in range(2) for which in range(2)]
+                for e in range(self.spec.chunk)
+            ]
+            # Term by term over all tiles: neighbouring MMAs do not wait for each other.
+            for step in cutlass.range_constexpr(self.spec.ring_steps):
+                fragments = [
+                    [
+                        bits((low_half, high_half)[e % 2](self.spec.io_kind, b_words[2 * step + half][e // 2]))
+                        for half in range(2)
+                    ]
+                    for e in range(self.spec.chunk)
+                ]
+                for terms in (low_terms[step], high_terms[step]):
+                    results = [mma_tf32(results[e], terms, fragments[e]) for e in range(self.spec.chunk)]
+            rows = [
+                [[results[e][2 * side + which] for e in range(self.spec.chunk)] for which in range(2)]
+                for side in range(2)
+            ]
             for which in cutlass.range_constexpr(2):
-                target = cute.assume(
-                    block * self.spec.block + (first_chunk(t) + 2 * which) * self.spec.chunk, divby=self.spec.chunk
-                )
-                store_words(low_row + target, _repack(rows[0][which], self.spec))
-                store_words(high_row + target, _repack(rows[1][which], self.spec))
+                column = block * self.spec.block + (first_chunk(t) + 2 * which) * self.spec.chunk
+                for side in cutlass.range_constexpr(2):
+                    target = self.spec.pointer(state, slot, (head, p0 + 2 * g + side), column, self.spec.chunk)
+                    store_words(target, _repack(rows[side][which], self.spec))

@@ -40,7 +40,7 @@ class StepKernel:
         self.products = Products(self.spec)
         self.decay = Decay(self.spec)
         self.state_tile = StateTile(self.spec, self.decay)
-        self.tokens = Tokens(self.spec, self.decay)
+        self.tokens = Tokens(self.spec, self.products, self.decay)
 
     def staged_layout(self) -> cute.ComposedLayout:
         """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle."""
@@ -97,6 +97,8 @@ class StepKernel:
             block=[spec.threads, 1, 1],
             stream=stream,
             use_pdl=p.pdl,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; the kernels live in shared memory, and asking needs no GPU
         )  # fmt: skip
 
     @cute.kernel
@@ -152,9 +154,9 @@ class StepKernel:
         shared_state = cute.make_tensor(
             cute.recast_ptr(raw, staged.inner, dtype=CUTLASS_TYPE[spec.state_kind]), staged.outer
         )
-        tiles = cute.local_tile(tma_state, (spec.block, P_TILE, spec.blocks), (None, None, None, None, None))
+        state_tiles = cute.local_tile(tma_state, (spec.block, P_TILE, spec.blocks), (None, None, None, None, None))
         to_shared, from_global = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared_state, 0, 3), cute.group_modes(tiles, 0, 3)
+            atom, 0, cute.make_layout(1), cute.group_modes(shared_state, 0, 3), cute.group_modes(state_tiles, 0, 3)
         )
         barriers = cute.recast_ptr(raw + shared.barriers, dtype=Int64) + warp * config.stages
         if lane == 0:
@@ -167,7 +169,9 @@ class StepKernel:
 
         # What needs no slot is asked for while the slot is on its way. Under PDL the state and the cursors go
         # first instead: the predecessor may still be writing the inputs, but nothing else.
-        scan_head = head0 + cutlass.min(warp, config.heads_per_cta - 1)  # the first head whose vectors this warp makes
+        # Heads' vectors are dealt to the warps from the last, since B·C keeps the first ones busy.
+        scan = spec.warps - 1 - warp
+        scan_head = head0 + cutlass.min(scan, config.heads_per_cta - 1)
         live = (slot != pad_slot_id) & (slot >= 0)
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
@@ -187,7 +191,6 @@ class StepKernel:
         product_words = self.products.load_new(b, c, row, group, warp, g, t)
         scan_new = self.decay.load_new(dt, a, dt_bias, row, scan_head, lane)
         new_x, gates, skip = self.tokens.load_new(x, z, d, row, head0, p0, g, t)
-        c_words = self.state_tile.load_c(c, row, group, g, t)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -208,23 +211,22 @@ class StepKernel:
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt ----
             self.products.partial_sums(b_cache, product_words, dot_sums, slot, group, start, pnat, warp, g, t)
-            if warp < config.heads_per_cta:
+            if scan < config.heads_per_cta:
                 self.decay.make_vectors(
-                    dt_cache, scan_new, ring_dt, vectors, warp, slot, scan_head, start, pnat, split, lane
+                    dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, split, lane
                 )
             if cutlass.const_expr(config.heads_per_cta > spec.warps):
-                for i in cutlass.range(warp + spec.warps, config.heads_per_cta, spec.warps, unroll=1):
+                for i in cutlass.range(scan + spec.warps, config.heads_per_cta, spec.warps, unroll=1):
                     later_new = self.decay.load_new(dt, a, dt_bias, row, head0 + i, lane)
                     later_dt = self.decay.load_ring(dt_cache, slot, head0 + i, start, pnat, lane)
                     self.decay.make_vectors(
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
                     )
-            # a head's inputs live in registers that are refilled one head ahead
+            # a head's inputs live in registers that are refilled as soon as the head is done
             held = cute.make_rmem_tensor(cute.make_layout(2 * spec.steps + len(gates)), Int32)
             held_skip = cute.make_rmem_tensor(cute.make_layout(1), Float32)
             self.hold(held, held_skip, self.tokens.mask_x(ring_x, new_x, start, pnat, t) + gates, skip)
             cute.arch.sync_threads()
-            dots = self.products.totals(dot_sums, g, t)
 
             # ---- head by head ----
             for i in cutlass.range(config.heads_per_cta, unroll=1):
@@ -234,39 +236,51 @@ class StepKernel:
                 x_words = [held[k] for k in range(2 * spec.steps)]
                 z_words = [held[2 * spec.steps + k] for k in range(len(gates))]
                 d_value = held_skip[0]
+                # C again from L1, where B·C left it: cheaper than registers that are held from head to head
+                c_words = self.state_tile.load_c(c, row, group, g, t)
+                tiles, factors = self.tokens.contributions(x_words, dot_sums, vectors, i, d_value, start, pnat, g, t)
+                self.tokens.append_x(x_cache, x_words, slot, head, p0, start, pnat, g, t)
+
+                cute.arch.mbarrier_wait(barriers + stage, phase)
+                mine = cute.assume(stage * shared.stage_bytes + warp * shared.warp_bytes, divby=1024)
+                words = cute.recast_ptr(raw + mine, dtype=Int32)
+                read_out = self.state_tile.read_out(words, c_words, g, t)
+                refill = cutlass.const_expr(config.stages < config.heads_per_cta)
+                if cutlass.const_expr(refill) and not flush:
+                    cute.arch.sync_warp()
+                    self.refill(atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot32)
+                self.tokens.store_outputs(out, read_out, tiles, factors, z_words, row, head, p0, g, t)
+                if flush:
+                    self.state_tile.flush(
+                        state, b_cache, vectors, words, x_words, i, slot, group, head, p0, start, pnat, g, t
+                    )
+                    if cutlass.const_expr(refill):
+                        cute.arch.sync_warp()
+                        self.refill(atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot32)
                 if cutlass.const_expr(config.heads_per_cta > 1):
                     following = head0 + cutlass.min(i + 1, config.heads_per_cta - 1)
                     next_ring_x = self.tokens.load_ring_x(x_cache, slot, following, p0, start, pnat, g, t)
                     next_x, next_gates, next_skip = self.tokens.load_new(x, z, d, row, following, p0, g, t)
                     next_words = self.tokens.mask_x(next_ring_x, next_x, start, pnat, t) + next_gates
                     self.hold(held, held_skip, next_words, next_skip)
-
-                cute.arch.mbarrier_wait(barriers + stage, phase)
-                mine = cute.assume(stage * shared.stage_bytes + warp * shared.warp_bytes, divby=1024)
-                words = cute.recast_ptr(raw + mine, dtype=Int32)
-                acc = self.state_tile.read_out(words, c_words, g, t)
-                if flush:
-                    self.state_tile.flush(
-                        state, b_cache, vectors, words, x_words, i, slot, group, head, p0, start, pnat, g, t
-                    )
-                if cutlass.const_expr(config.stages < config.heads_per_cta):
-                    cute.arch.sync_warp()
-                    if i + config.stages < config.heads_per_cta:
-                        if lane == 0:
-                            cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, shared.warp_bytes)
-                        cute.copy(
-                            atom,
-                            from_global[None, 0, tile, 0, head + config.stages, slot32],
-                            to_shared[None, warp, stage],
-                            tma_bar_ptr=barriers + stage,
-                        )
-                acc = self.tokens.add_inputs(acc, x_words, dots, vectors, i, d_value, start, pnat, g, t)
-                self.tokens.store_outputs(out, acc, z_words, row, head, p0, g, t)
-                self.tokens.append_x(x_cache, x_words, slot, head, p0, start, pnat, g, t)
             if head0 % p.heads_per_group == 0 and split == 0:
                 self.tokens.append_b(b_cache, b, row, slot, group, start, pnat)
         else:
             self.tokens.store_zeros(out, row, head0, p0, g, t)
+
+    @cute.jit
+    def refill(self, atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot):
+        """Ask for the state of the head that takes this stage next; every lane must have read the old one."""
+        config = self.spec.config
+        if i + config.stages < config.heads_per_cta:
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, self.spec.shared.warp_bytes)
+            cute.copy(
+                atom,
+                from_global[None, 0, tile, 0, head + config.stages, slot],
+                to_shared[None, warp, stage],
+                tma_bar_ptr=barriers + stage,
+            )
 
     def hold(self, held, held_skip, words, skip):
         """Keep a head's inputs in registers."""
