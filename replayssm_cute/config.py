@@ -29,6 +29,8 @@ class TileConfig:
             waiting for them: more bytes, one trip to memory less in a row.
         ctas_per_sm: CTAs that must fit a multiprocessor: the compiler caps the registers accordingly. 1 leaves
             it free.
+        tail_rows: batch rows at the end of the grid that are cut into single heads: small CTAs, started last, fill
+            the multiprocessors while the large ones finish.
     """
 
     heads_per_cta: int = 1
@@ -36,12 +38,15 @@ class TileConfig:
     head_split: int = 1
     ring: str = "live"
     ctas_per_sm: int = 1
+    tail_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} is {value!r}, expected a positive int")
+        if not isinstance(self.tail_rows, int) or isinstance(self.tail_rows, bool) or self.tail_rows < 0:
+            raise ValueError(f"config: tail_rows is {self.tail_rows!r}, expected 0 or a positive int")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -62,8 +67,9 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3'."""
-        return f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring} c{self.ctas_per_sm}"
+        """Short and readable: 'h4 s2 p1 live c3 t8'."""
+        text = f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring} c{self.ctas_per_sm}"
+        return text + (f" t{self.tail_rows}" if self.tail_rows else "")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each 16 rows of P that the CTA owns."""
@@ -71,7 +77,12 @@ class TileConfig:
 
     def ctas(self, problem: Problem, batch: int) -> int:
         """CTAs of the grid for `batch` rows."""
-        return batch * (problem.heads // self.heads_per_cta) * self.head_split
+        tail = min(batch, self.tail_rows)
+        return (batch - tail) * self.ctas_per_row(problem) + tail * problem.heads * self.head_split
+
+    def ctas_per_row(self, problem: Problem) -> int:
+        """CTAs of a batch row outside the tail."""
+        return problem.heads // self.heads_per_cta * self.head_split
 
     def ring_positions(self, problem: Problem) -> int:
         """Ring rows that a CTA contracts over, padded to the 8 of an MMA's K."""
@@ -87,6 +98,8 @@ class TileConfig:
             return f"heads_per_cta {self.heads_per_cta} does not divide {problem.heads_per_group} heads per group"
         if not 1 <= self.stages <= self.heads_per_cta:
             return f"stages {self.stages} is outside 1..heads_per_cta ({self.heads_per_cta})"
+        if self.tail_rows and self.heads_per_cta == 1:
+            return "tail_rows needs more than one head a CTA: it cuts rows into single heads"
         if (problem.head_dim // P_TILE) % self.head_split:
             return f"head_split {self.head_split} does not divide {problem.head_dim // P_TILE} tiles of {P_TILE} rows"
         shared = self.shared_bytes(problem)

@@ -93,13 +93,38 @@ class StepKernel:
             atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
             x, dt, a, b, c, out, d, z, dt_bias, slots, pad_slot_id,
         ).launch(
-            grid=[x.shape[0] * config.ctas(p, 1), 1, 1],
+            grid=[self.grid_size(x.shape[0]), 1, 1],
             block=[spec.threads, 1, 1],
             stream=stream,
             use_pdl=p.pdl,
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; the kernels live in shared memory, and asking needs no GPU
         )  # fmt: skip
+
+    def grid_size(self, batch):
+        """CTAs for a run-time batch; `TileConfig.ctas` for a known one."""
+        config, p = self.spec.config, self.spec.problem
+        tail = cutlass.min(batch, config.tail_rows)
+        return (batch - tail) * config.ctas_per_row(p) + tail * (p.heads * config.head_split)
+
+    def place(self, bid, batch):
+        """What a CTA works on: batch row, part of P, first head and number of heads."""
+        config, p = self.spec.config, self.spec.problem
+
+        def where(block, per_row, heads_per_cta):
+            within = block % per_row
+            return block // per_row, within % config.head_split, within // config.head_split * heads_per_cta
+
+        main = where(bid, config.ctas_per_row(p), config.heads_per_cta)
+        if config.tail_rows == 0:
+            return *main, config.heads_per_cta
+        full_rows = batch - cutlass.min(batch, config.tail_rows)
+        first_single = full_rows * config.ctas_per_row(p)
+        is_single = bid >= first_single
+        row, split, head = where(bid - first_single, p.heads * config.head_split, 1)
+        single = (full_rows + row, split, head)
+        chosen = [Int32(cutlass.select_(is_single, s, m)) for s, m in zip(single, main, strict=True)]
+        return *chosen, Int32(cutlass.select_(is_single, 1, config.heads_per_cta))
 
     @cute.kernel
     def kernel(
@@ -126,12 +151,7 @@ class StepKernel:
     ):
         spec = self.spec
         p, config, shared = spec.problem, spec.config, spec.shared
-        per_row = config.ctas(p, 1)
-        bid = cute.arch.block_idx()[0]
-        row = bid // per_row
-        within = bid % per_row
-        split = within % config.head_split
-        head0 = (within // config.head_split) * config.heads_per_cta
+        row, split, head0, count = self.place(cute.arch.block_idx()[0], x.shape[0])
         group = head0 // p.heads_per_group
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -171,19 +191,13 @@ class StepKernel:
         # first instead: the predecessor may still be writing the inputs, but nothing else.
         # Heads' vectors are dealt to the warps from the last, since B·C keeps the first ones busy.
         scan = spec.warps - 1 - warp
-        scan_head = head0 + cutlass.min(scan, config.heads_per_cta - 1)
+        scan_head = head0 + cutlass.min(scan, count - 1)
         live = (slot != pad_slot_id) & (slot >= 0)
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
         if cutlass.const_expr(p.pdl):
             if live:
-                for stage in cutlass.range_constexpr(config.stages):
-                    cute.copy(
-                        atom,
-                        from_global[None, 0, tile, 0, head0 + stage, slot32],
-                        to_shared[None, warp, stage],
-                        tma_bar_ptr=barriers + stage,
-                    )
+                self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
             cute.arch.griddepcontrol_wait()
@@ -195,13 +209,7 @@ class StepKernel:
 
         if live:
             if cutlass.const_expr(not p.pdl):
-                for stage in cutlass.range_constexpr(config.stages):
-                    cute.copy(
-                        atom,
-                        from_global[None, 0, tile, 0, head0 + stage, slot32],
-                        to_shared[None, warp, stage],
-                        tma_bar_ptr=barriers + stage,
-                    )
+                self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
             ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
@@ -211,31 +219,39 @@ class StepKernel:
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt ----
             self.products.partial_sums(b_cache, product_words, dot_sums, slot, group, start, pnat, warp, g, t)
-            if scan < config.heads_per_cta:
+            if scan < count:
                 self.decay.make_vectors(
                     dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, split, lane
                 )
             if cutlass.const_expr(config.heads_per_cta > spec.warps):
-                for i in cutlass.range(scan + spec.warps, config.heads_per_cta, spec.warps, unroll=1):
+                for i in cutlass.range(scan + spec.warps, count, spec.warps, unroll=1):
                     later_new = self.decay.load_new(dt, a, dt_bias, row, head0 + i, lane)
                     later_dt = self.decay.load_ring(dt_cache, slot, head0 + i, start, pnat, lane)
                     self.decay.make_vectors(
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
                     )
-            # a head's inputs live in registers that are refilled as soon as the head is done
+            # A head's inputs are asked for one head ahead and live, unmasked, in registers until their turn:
+            # whatever touches them earlier would wait for them.
             held = cute.make_rmem_tensor(cute.make_layout(2 * spec.steps + len(gates)), Int32)
             held_skip = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-            self.hold(held, held_skip, self.tokens.mask_x(ring_x, new_x, start, pnat, t) + gates, skip)
+            self.hold(held, held_skip, ring_x + new_x + gates, skip)
             cute.arch.sync_threads()
 
             # ---- head by head ----
-            for i in cutlass.range(config.heads_per_cta, unroll=1):
+            for i in cutlass.range(count, unroll=1):
                 head = head0 + i
                 stage = i % config.stages
                 phase = (i // config.stages) % 2
-                x_words = [held[k] for k in range(2 * spec.steps)]
+                ring_words = [held[k] for k in range(2 * spec.ring_steps)]
+                new_words = [held[2 * spec.ring_steps + k] for k in range(2 * spec.token_tiles)]
                 z_words = [held[2 * spec.steps + k] for k in range(len(gates))]
                 d_value = held_skip[0]
+                if cutlass.const_expr(config.heads_per_cta > 1):
+                    following = head0 + cutlass.min(i + 1, count - 1)
+                    next_ring_x = self.tokens.load_ring_x(x_cache, slot, following, p0, start, pnat, g, t)
+                    next_x, next_gates, next_skip = self.tokens.load_new(x, z, d, row, following, p0, g, t)
+                    self.hold(held, held_skip, next_ring_x + next_x + next_gates, next_skip)
+                x_words = self.tokens.mask_x(ring_words, new_words, start, pnat, t)
                 # C again from L1, where B·C left it: cheaper than registers that are held from head to head
                 c_words = self.state_tile.load_c(c, row, group, g, t)
                 tiles, factors = self.tokens.contributions(x_words, dot_sums, vectors, i, d_value, start, pnat, g, t)
@@ -248,7 +264,7 @@ class StepKernel:
                 refill = cutlass.const_expr(config.stages < config.heads_per_cta)
                 if cutlass.const_expr(refill) and not flush:
                     cute.arch.sync_warp()
-                    self.refill(atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot32)
+                    self.refill(atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot32)
                 self.tokens.store_outputs(out, read_out, tiles, factors, z_words, row, head, p0, g, t)
                 if flush:
                     self.state_tile.flush(
@@ -256,23 +272,31 @@ class StepKernel:
                     )
                     if cutlass.const_expr(refill):
                         cute.arch.sync_warp()
-                        self.refill(atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot32)
-                if cutlass.const_expr(config.heads_per_cta > 1):
-                    following = head0 + cutlass.min(i + 1, config.heads_per_cta - 1)
-                    next_ring_x = self.tokens.load_ring_x(x_cache, slot, following, p0, start, pnat, g, t)
-                    next_x, next_gates, next_skip = self.tokens.load_new(x, z, d, row, following, p0, g, t)
-                    next_words = self.tokens.mask_x(next_ring_x, next_x, start, pnat, t) + next_gates
-                    self.hold(held, held_skip, next_words, next_skip)
+                        self.refill(
+                            atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot32
+                        )
             if head0 % p.heads_per_group == 0 and split == 0:
                 self.tokens.append_b(b_cache, b, row, slot, group, start, pnat)
         else:
-            self.tokens.store_zeros(out, row, head0, p0, g, t)
+            self.tokens.store_zeros(out, row, head0, count, p0, g, t)
 
     @cute.jit
-    def refill(self, atom, from_global, to_shared, barriers, i, stage, head, tile, warp, lane, slot):
+    def first_loads(self, atom, from_global, to_shared, barriers, count, head0, tile, warp, slot):
+        """Ask for the states of the first heads, one a stage; the barriers expect them already."""
+        for stage in cutlass.range_constexpr(self.spec.config.stages):
+            if stage < count:
+                cute.copy(
+                    atom,
+                    from_global[None, 0, tile, 0, head0 + stage, slot],
+                    to_shared[None, warp, stage],
+                    tma_bar_ptr=barriers + stage,
+                )
+
+    @cute.jit
+    def refill(self, atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot):
         """Ask for the state of the head that takes this stage next; every lane must have read the old one."""
         config = self.spec.config
-        if i + config.stages < config.heads_per_cta:
+        if i + config.stages < count:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, self.spec.shared.warp_bytes)
             cute.copy(

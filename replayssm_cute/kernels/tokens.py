@@ -103,9 +103,9 @@ class Tokens:
                     store_words(pointer, [pack(self.spec.io_kind, low, high)])
 
     @cute.jit
-    def store_zeros(self, out, row, head0, p0, g, t):
+    def store_zeros(self, out, row, head0, count, p0, g, t):
         """The outputs of a padding row."""
-        for i in cutlass.range_constexpr(self.spec.config.heads_per_cta):
+        for i in cutlass.range(count, unroll=1):
             for k in cutlass.range_constexpr(2 * self.spec.token_tiles):
                 token = t + 4 * k
                 if token < self.spec.problem.tokens:
