@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "without": ("nothing", "D", "dt_bias", "softplus", "z"),
     "dt": ("io", "f32"),
     "index": ("i32", "i64", None),
-    "tile": ("one", "several", "split", "whole", "several whole", "capped"),
+    "tile": ("one", "several", "split", "whole", "several whole", "capped", "tail"),
 }
 # Pairs of axes that need not be covered: they meet in no line of the kernel.
 UNPAIRED = {frozenset(("geometry", axis)) for axis in ("tokens", "without", "dt", "index", "tile")}
@@ -67,6 +67,7 @@ def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
         "split": [TileConfig(head_split=n) for n in range(2, tiles + 1)],
         "whole": [TileConfig(ring=ring)],
         "capped": [TileConfig(ctas_per_sm=n) for n in (4, 3, 2)],
+        "tail": [TileConfig(heads_per_cta=n, stages=s, tail_rows=3) for n, s in ((8, 2), (7, 2), (4, 2), (2, 1))],
         "several whole": [
             TileConfig(heads_per_cta=n, stages=s, ring=ring) for n, s in ((7, 3), (4, 4), (4, 2), (2, 2), (2, 1))
         ],
