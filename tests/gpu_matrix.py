@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "without": ("nothing", "D", "dt_bias", "softplus", "z"),
     "dt": ("io", "f32"),
     "index": ("i32", "i64", None),
-    "tile": ("one", "several", "split", "whole", "several whole", "capped", "tail"),
+    "tile": ("one", "several", "split", "whole", "several whole", "capped", "tail", "tail"),
 }
 # Pairs of axes that need not be covered: they meet in no line of the kernel.
 UNPAIRED = {frozenset(("geometry", axis)) for axis in ("tokens", "without", "dt", "index", "tile")}

@@ -81,7 +81,14 @@ def test_key_changes_with_every_problem_field() -> None:
 
 def test_key_changes_with_config_arch_toolchain_sources_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [compiler.key(SMALL, CONFIG, "sm_90a"), compiler.key(SMALL, CONFIG, "sm_100a")]
-    other: dict[str, Any] = {"heads_per_cta": 2, "stages": 2, "head_split": 2, "ring": "whole", "ctas_per_sm": 2}
+    other: dict[str, Any] = {
+        "heads_per_cta": 2,
+        "stages": 2,
+        "head_split": 2,
+        "ring": "whole",
+        "ctas_per_sm": 2,
+        "tail_rows": 1,
+    }
     assert set(other) == {f.name for f in dataclasses.fields(TileConfig)}, "a new field needs a value here"
     for name, value in other.items():
         keys.append(compiler.key(SMALL, dataclasses.replace(CONFIG, **{name: value}), "sm_90a"))

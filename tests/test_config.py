@@ -10,7 +10,15 @@ import re
 import pytest
 
 from replayssm_cute import target
-from replayssm_cute.config import MIN_REGISTERS, RINGS, SHARED_RESERVED, TileConfig, default_config, shared_layout
+from replayssm_cute.config import (
+    MIN_REGISTERS,
+    RINGS,
+    SHARED_RESERVED,
+    TileConfig,
+    default_config,
+    shared_layout,
+    usual_tail,
+)
 from replayssm_cute.problem import D_STATES, HEAD_DIMS, Problem
 
 PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -45,6 +53,21 @@ def test_values_are_positive_ints(field: str, value: object) -> None:
         TileConfig.from_json({field: value})
     with pytest.raises(ValueError, match=f"config: {field}"):
         TileConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None])
+def test_the_tail_is_zero_or_a_positive_int(value: object) -> None:
+    with pytest.raises(ValueError, match=f"config: tail_rows is {value!r}, expected 0 or a positive int"):
+        TileConfig.from_json({"tail_rows": value})
+
+
+def test_the_tail_cuts_rows_into_single_heads() -> None:
+    config = TileConfig(4, 2, 2, tail_rows=3)
+    assert config.ctas(PROBLEM, 10) == 7 * (128 // 4) * 2 + 3 * 128 * 2
+    assert config.ctas(PROBLEM, 2) == 2 * 128 * 2, "a batch smaller than the tail is all tail"
+    assert "more than one head" in str(TileConfig(tail_rows=1).invalid_reason(PROBLEM, H200))
+    assert usual_tail(PROBLEM, H200) == 8
+    assert usual_tail(dataclasses.replace(PROBLEM, heads=16, groups=1), H200) == 66
 
 
 @pytest.mark.parametrize("value", ["dead", None, 1])
@@ -125,9 +148,9 @@ def test_registers_and_threads_limit_the_ctas() -> None:
 
 def test_the_default_rule_follows_the_batch() -> None:
     assert default_config(PROBLEM, H200, 1) == TileConfig()
-    assert default_config(PROBLEM, H200, 256) == TileConfig(4, 2)
+    assert default_config(PROBLEM, H200, 256) == TileConfig(4, 2, ctas_per_sm=3, tail_rows=8)
     fourteen = dataclasses.replace(PROBLEM, heads=112)
-    assert default_config(fourteen, H200, 256) == TileConfig(2, 2), "14 heads a group do not divide by 4"
+    assert default_config(fourteen, H200, 256).heads_per_cta == 2, "14 heads a group do not divide by 4"
 
 
 def test_the_default_rule_says_when_nothing_fits() -> None:

@@ -165,7 +165,8 @@ def estimate(
         read, launch_us = everything.read, LAUNCH_US - RING_TRIP_US
     # 1 GB/s is 1e3 bytes per microsecond
     share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
-    s = (read + WRITE_FACTOR * moved.written) / (ctas * config.heads_per_cta) / share
+    pieces = batch * problem.heads * config.head_split  # heads, or parts of them where they are split
+    s = (read + WRITE_FACTOR * moved.written) / pieces / share
     spill = 2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3)
     issue = HEAD_ISSUE_US * warps / _WARPS_OF_FIT + CTA_ISSUE_US / config.heads_per_cta + spill
     limits = {
@@ -176,9 +177,10 @@ def estimate(
     }
     per_head = sum(v**NORM for v in limits.values()) ** (1 / NORM)
     # In one wave the fullest multiprocessor decides; over several, CTAs move to wherever one ends, and half of one
-    # is the mean wait at the end.
-    depth = per_sm if per_sm <= resident else ctas / target.sms + 0.5
-    time_us = launch_us + depth * config.heads_per_cta * per_head
+    # is the mean wait at the end: of a single head where the grid has a tail.
+    last = 1 if config.tail_rows else config.heads_per_cta
+    depth = per_sm * config.heads_per_cta if per_sm <= resident else pieces / target.sms + 0.5 * last
+    time_us = launch_us + depth * per_head
     state_chunk = problem.head_dim // config.head_split * problem.d_state * problem.state_bytes
     return Estimate(
         time_us=time_us,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from replayssm_cute.config import P_TILE, RINGS, TileConfig, default_config
+from replayssm_cute.config import P_TILE, RINGS, TileConfig, default_config, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
@@ -21,7 +21,8 @@ def configs(problem: Problem, target: Target) -> list[TileConfig]:
     """Every valid config of the grid, smallest first; `TileConfig.is_valid` decides.
 
     The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, both ways to the ring,
-    registers free or capped (see `capped`).
+    registers free or capped (see `capped`), and where a CTA takes several heads, without and with the usual tail of
+    single heads.
     """
     found = [
         TileConfig(heads_per_cta=heads, stages=stages, head_split=split, ring=ring)
@@ -31,7 +32,10 @@ def configs(problem: Problem, target: Target) -> list[TileConfig]:
         for split in _divisors(problem.head_dim // P_TILE)
         for ring in RINGS
     ]
-    return [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
+    found = [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
+    tail = usual_tail(problem, target)
+    tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.heads_per_cta > 1]
+    return [c for c in (*found, *tailed) if c.is_valid(problem, target)]
 
 
 def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfig]:

@@ -163,7 +163,7 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
     """All configs of a workload, the ones to try first in front.
 
     The batches' defaults come first. Then the model's favourites, one of each family (heads a CTA, head split, ring,
-    cap) per round, so that a model that errs about a family costs one round and not the sweep.
+    cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
     """
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
@@ -178,11 +178,13 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
         fastest = min(times.values(), default=1.0)
         for config, time_us in times.items():
             best[config] = min(best.get(config, float("inf")), time_us / fastest)
-    order = sorted(best, key=lambda c: (best[c], c.heads_per_cta, c.stages, c.head_split, c.ring, c.ctas_per_sm))
-    rounds: dict[tuple[int, int, str, bool], int] = {}
+    order = sorted(
+        best, key=lambda c: (best[c], c.heads_per_cta, c.stages, c.head_split, c.ring, c.ctas_per_sm, c.tail_rows)
+    )
+    rounds: dict[tuple[int, int, str, bool, bool], int] = {}
     turn = {}
     for config in order:
-        family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1)
+        family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1, config.tail_rows > 0)
         turn[config] = rounds[family] = rounds.get(family, 0) + 1
     first = space.defaults(workload.problem, target, list(batches))
     rest = sorted((c for c in order if c not in first), key=lambda c: (turn[c], best[c]))
