@@ -21,9 +21,13 @@ class Products:
         self.spec = spec
 
     def _column(self, warp: Int32, step: int, t: Int32) -> Int32:
-        """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice."""
+        """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice.
+
+        Warps left over read what the last slice reads: within the row, and from L1.
+        """
         shared = self.spec.shared
-        return (warp // shared.tile_warps + step * shared.slices) * 32 + 8 * t
+        mine = cutlass.min(warp // shared.tile_warps, shared.slices - 1)
+        return (mine + step * shared.slices) * 32 + 8 * t
 
     def load_new(self, b, c, row, group, warp, g, t):
         """This warp's operands that need no slot: C of the tokens, B of the new tokens, as words."""
