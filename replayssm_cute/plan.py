@@ -107,10 +107,14 @@ def run(
             None if D is None else (D.dtype, D.stride()),
             None if z is None else z.stride(),
             None if dt_bias is None else (dt_bias.dtype, dt_bias.stride()),
-            dt_softplus,
+            # 1 equals True: only identity tells a bool
+            dt_softplus is True,
+            dt_softplus is False,
+            enable_pdl is True,
+            enable_pdl is False,
+            pad_slot_id.__class__,
             # Without indices row i uses slot i, so that there must be enough slots.
             state.shape if state_batch_indices is None else state_batch_indices.dtype,
-            enable_pdl,
             config,
             state.get_device(),
         )
@@ -147,7 +151,7 @@ def run(
                 _plans[signature] = plan
     try:
         _launch(plan, args)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # the last for tensors without memory ("meta")
         problem = from_tensors(*args[:15], dt_softplus, state_batch_indices, enable_pdl)
         check_pad_slot_id(pad_slot_id)
         if problem == plan.problem:

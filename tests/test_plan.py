@@ -232,6 +232,44 @@ def test_operands_device_is_made_current_only_when_it_is_not(cpu_as_gpu: None, m
     assert entered == [-1]
 
 
+# ---- refusals on a warm signature ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dt_softplus", "enable_pdl"])
+def test_an_int_is_no_bool_on_a_warm_signature_either(cpu_as_gpu: None, name: str) -> None:
+    """1 == True in Python, so a signature that holds the value alone would let it pass."""
+    call = random_call(SMALL, 3)
+    kwargs = {**call.kwargs(), "dt_softplus": True, "enable_pdl": True, "config": None}
+    for name_in_order in ("pad_slot_id", "state_batch_indices", "enable_pdl", "config"):
+        kwargs[name_in_order] = kwargs.pop(name_in_order)
+    names = [*call.kwargs()]
+    order = [n for n in names if n not in ("state_batch_indices", "pad_slot_id")]
+    arguments = [kwargs[n] for n in (*order, "state_batch_indices", "pad_slot_id", "enable_pdl", "config")]
+    plan.run(*arguments)
+    before = launches()
+    arguments[order.index(name) if name in order else -2] = 1
+    with pytest.raises(TypeError, match=f"{name}: got int, expected bool"):
+        plan.run(*arguments)
+    assert launches() == before
+
+
+def test_a_tensor_without_memory_is_named_on_a_warm_signature(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses to hand a "meta" tensor to a kernel with a RuntimeError that names nothing."""
+    call = random_call(SMALL, 3)
+    run(call)
+    (warm,) = plan._plans.values()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Cannot pack tensors on meta")
+
+    monkeypatch.setattr(type(warm.kernel), "__call__", refuse)
+    call.x = call.x.to("meta")
+    with pytest.raises(ValueError, match="x: on device meta, expected state's device cpu"):
+        run(call)
+
+
 # ---- the kernel's own argument checks --------------------------------------------------------------
 
 RICH = dataclasses.replace(SMALL, has_z=True)
