@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import io
 import os
 import platform
 import re
+import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,11 +35,25 @@ _ISA = re.compile(
 )
 
 
+def without_comments(source: bytes) -> bytes:
+    """Python source less its comments and the blank lines and trailing spaces around them; newlines normalized.
+
+    Found by position, so that the result does not depend on how a Python version tokenizes the rest.
+    """
+    lines = source.replace(b"\r\n", b"\n").decode().split("\n")
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    kept = (line.rstrip() for line in lines)
+    return "\n".join(line for line in kept if line).encode()
+
+
 def of_sources(sources: Mapping[str, bytes]) -> str:
-    """SHA-256 (hex) over `sources`, a map from relative path to content; newlines are normalized."""
+    """SHA-256 (hex) over `sources`, a map from relative path to Python source; comments do not count."""
     digest = hashlib.sha256()
     for name in sorted(sources):
-        text = sources[name].replace(b"\r\n", b"\n")
+        text = without_comments(sources[name])
         digest.update(f"{name}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()

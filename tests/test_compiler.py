@@ -42,11 +42,18 @@ def run_python(code: str, **environment: str) -> str:
 # ---- fingerprints and keys -------------------------------------------------------------------------
 
 
-def test_source_fingerprint_ignores_newlines_and_order_and_nothing_else() -> None:
+def test_source_fingerprint_ignores_newlines_order_and_comments_and_nothing_else() -> None:
     one = fingerprint.of_sources({"a.py": b"x\ny\n", "b.py": b"z"})
     assert one == fingerprint.of_sources({"b.py": b"z", "a.py": b"x\r\ny\r\n"})
+    assert one == fingerprint.of_sources({"a.py": b"# why\nx  # because\n\n\ny\n", "b.py": b"z # f'#{1}'"})
     others = ({"a.py": b"x\ny\n"}, {"a.py": b"x\ny\nz", "b.py": b""}, {"c.py": b"x\ny\n", "b.py": b"z"})
     assert len({one, *(fingerprint.of_sources(o) for o in others)}) == 4
+
+
+def test_what_looks_like_a_comment_in_a_string_counts() -> None:
+    sources = (b"x = 'a # b'\n", b"x = 'a # c'\n", b"x = f'{a}# b'  # c\n", b'"""\n# doc\n"""\n', b'"""\n# dot\n"""\n')
+    assert len({fingerprint.of_sources({"a.py": s}) for s in sources}) == len(sources)
+    assert fingerprint.without_comments(b"x = f'{a}# b'  # c\n") == b"x = f'{a}# b'"
 
 
 def test_kernel_sources_are_relative_and_cover_what_shapes_code() -> None:

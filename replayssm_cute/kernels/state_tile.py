@@ -27,10 +27,10 @@ from .primitives import (
 )
 from .spec import P_TILE, StepSpec, first_chunk
 
-# The MMA reads the upper 19 bits of an f32 operand. Cutting off 13 bits of a random mantissa m in [1, 2) lowers
-# |value| by 2^-10 E[u / m] / ... on average, u uniform in [0, 1) and m log-uniform: 2^-11 (1/(2 ln 2)) = 3.52e-4.
-# Scaling the read-out by this factor removes the bias, which halves the error (2.2e-4 instead of 4.1e-4, as good
-# as rounding each element) without an instruction more.
+# The MMA reads the upper 19 bits of an f32 operand. Cutting 13 bits off a mantissa m in [1, 2) lowers the value by
+# the share 2^-10 u / m, u uniform in [0, 1): 2^-10 E[u] E[1/m] = 2^-11 / (2 ln 2) = 3.52e-4 on average for m
+# log-uniform. Scaling the read-out by this factor removes the bias, which halves the error (2.2e-4 instead of
+# 4.1e-4, as good as rounding each element) without an instruction more.
 TRUNCATION_GAIN = 1.0 + 3.52e-4
 
 
