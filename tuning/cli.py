@@ -77,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         "results", nargs="*", type=Path, help=f"results files, or folders of them (default {DEFAULT_OUT})"
     )
 
+    refit = commands.add_parser("fit", help="fit the cost model's constants to the timings in journals of sweeps")
+    refit.add_argument("journals", nargs="+", type=Path, help="journal.jsonl files")
     commands.add_parser("list", help="the shipped plans")
     explain = commands.add_parser("explain-plan", help="what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)
@@ -101,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _explain(console, plans.load(args.plan, acceptance=args.acceptance, tp=args.tp))
         if args.command == "report":
             return _report(console, args.results)
+        if args.command == "fit":
+            return _fit(console, args.journals)
         return _sweep(console, args)
     except plans.PlanError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -171,6 +175,22 @@ def _report(console: Console, given: list[Path]) -> int:
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _fit(console: Console, journals: list[Path]) -> int:
+    from . import cost, fit
+
+    try:
+        found = fit.refit(journals)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    console.print(
+        f"{cost.DATA}: {found['timings']} timings, rms error {100 * found['rms_error']:.1f}%\n"
+        f"fitted to all: {found['fitted']}\none batch held out: {found['held_out_batch']}",
+        highlight=False,
+    )
     return 0
 
 

@@ -1,23 +1,26 @@
-"""A first cost model: what one call moves, and how long a config should need for it.
+"""A cost model: what one call moves, and how long a config should need for it.
 
-The model sees each multiprocessor as a closed system. Its resident CTAs take their heads one after the other and keep
-`stages` head states in flight each. The time per head can be below none of four limits:
-  bandwidth  S, a head's bytes at the multiprocessor's share of the read limit;
-  latency    (S + round trip) / heads in flight (Little's law: bytes in flight against latency x bandwidth);
-  chain      a head's dependent arithmetic / resident CTAs;
-  issue      the issue time of a head's warps and its part of the CTA's own work.
-They are joined by a p-norm. To that come the wave count with its tail and a fixed launch-and-latency term.
+The model sees each multiprocessor as a closed system. Its resident CTAs take their pieces (heads, or the parts of them
+that `head_split` makes) one after the other. The time per piece can be below none of four limits:
+  bandwidth  S, a piece's bytes at the multiprocessor's share of the read limit;
+  latency    (S + round trip) / pieces in flight (Little's law: bytes in flight against latency x bandwidth);
+  chain      a CTA's dependent work / resident CTAs: its start, then piece after piece;
+  issue      the issue time of a piece's warps, of spills, and of its part of the CTA's start.
+They are joined by a p-norm. Fewer registers than the kernel wants lengthen the chain and the issue: loads can no longer
+be asked for ahead. To that come waves that do not come out even, the last CTAs' ends, and a fixed launch term.
 
-The constants are fitted to 20 timings of the design's feasibility study on one H200 (128 heads, T = 4, W = 16; one head
-and one stage, four heads and two stages; f32 and bf16 state; batch 1, 16, 64, 256): root mean square error 4.8%,
-largest 11%. Two configs cannot tell a model everything, and no other GPU has been fitted: for the others only the
-target's own facts change. PDL is not modelled. So its answers are estimates: good for choosing what to compile first
-and for a start on a GPU that nobody has measured.
+The constants (`Constants`) are fitted to timings by `fit.py` and kept in `data/`, with what they were fitted to and how
+well they fit, also to a batch size that the fit has not seen. No GPU but that one has been fitted: for the others only
+the target's own facts change. PDL is not modelled. So its answers are estimates: good for choosing what to compile
+first and for a start on a GPU that nobody has measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Protocol
 
 from replayssm_cute import dtypes
@@ -27,19 +30,62 @@ from replayssm_cute.target import Target
 
 from .acceptance import Mix
 
-LAUNCH_US = 2.58  # empty graph node, slot look-up, first bytes, drain
-ROUND_TRIP_US = 0.50  # a state load's way in idle memory
-HEAD_US = 0.45  # dependent arithmetic of one head, once its state is there
-HEAD_ISSUE_US = 0.125  # issue time of one head of 4 warps on a multiprocessor
-CTA_ISSUE_US = 0.16  # issue time of a CTA's own work: start, B·C products, loads
-NORM = 1.62  # how softly the limits join
-WRITE_FACTOR = 1.3  # a written byte costs this many read ones (read-write turnaround; from the floor kernel)
-SM_PEAK_GBS = 80.0  # what one multiprocessor alone can draw
-LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1
-RING_TRIP_US = 0.5  # what reading the whole ring saves: a trip to memory in a row (assumed, not fitted)
+DATA = Path(__file__).resolve().parent / "data" / "cost_h200.json"
+SM_PEAK_GBS = 80.0  # what one multiprocessor alone can draw (from the floor kernel, not fitted)
+LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1 (not fitted)
 MAX_CTAS_PER_SM = 32
-_WARPS_OF_FIT = 4
+_WARPS = 4  # that `piece_issue_us` is for
+_PARTITIONS = 4  # of a multiprocessor: each has a part of the registers and every fourth warp
 _REGISTER_UNIT = 256  # registers are given to warps in pieces of this many
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What is fitted.
+
+    Attributes:
+        launch_us: launch and drain of an empty kernel.
+        round_trip_us: a state load's way, under load.
+        start_us: a CTA's dependent work before its first piece: cursors, ring, B·C.
+        products_us: its part that fewer warps do slower, at four warps.
+        trip_us: one more round of decay vectors, where a CTA has more heads than warps.
+        piece_us: dependent work of one piece, once its state is there.
+        piece_issue_us: issue time of one piece of four warps.
+        start_issue_us: issue time of a CTA's start.
+        flush_work: work of a flush over that of a piece without.
+        short_chain: how much longer the chain would be with no registers, in parts of itself.
+        short_issue: the same of the issue time.
+        write_factor: read bytes that a written one costs (read-write turnaround).
+        ring_trip_us: what reading the whole ring saves a CTA's start: a trip to memory in a row.
+        wave: share of a wave's empty slots that is lost.
+        last, last_tail: share of a CTA's time that its multiprocessor waits at the end, without and with a tail.
+        norm: how softly the limits join.
+    """
+
+    launch_us: float
+    round_trip_us: float
+    start_us: float
+    products_us: float
+    trip_us: float
+    piece_us: float
+    piece_issue_us: float
+    start_issue_us: float
+    flush_work: float
+    short_chain: float
+    short_issue: float
+    write_factor: float
+    ring_trip_us: float
+    wave: float
+    last: float
+    last_tail: float
+    norm: float
+
+
+@functools.cache
+def fitted() -> Constants:
+    """The constants of the data file."""
+    found = json.loads(DATA.read_text(encoding="utf-8"))["constants"]
+    return Constants(**{f.name: float(found[f.name]) for f in fields(Constants)})
 
 
 class HasResources(Protocol):
@@ -55,18 +101,24 @@ class HasResources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Resources assumed before compilation: usual registers, the config's own shared memory, no spills."""
+    """Resources assumed before compilation: usual registers, the config's own shared memory, usual spills."""
 
     registers: int
     shared_bytes: int
     stack_bytes: int = 0
 
 
+def usual_registers(config: TileConfig) -> int:
+    """Registers that compiled kernels take where nothing caps them."""
+    return 120 if config.heads_per_cta == 1 else 158
+
+
 def guess(problem: Problem, config: TileConfig, registers_per_sm: int = 65536) -> Guess:
     """Resources of a kernel that has not been compiled: registers as most compiled ones have them, or the cap."""
-    usual = 120 if config.heads_per_cta == 1 else 155
-    threads = config.ctas_per_sm * config.warps(problem) * 32
-    cap = registers_per_sm // threads // 8 * 8 if config.ctas_per_sm > 1 else usual
+    usual = cap = usual_registers(config)
+    if config.ctas_per_sm > 1:
+        warps = -(-config.ctas_per_sm * config.warps(problem) // _PARTITIONS)
+        cap = registers_per_sm // _PARTITIONS // warps // _REGISTER_UNIT * _REGISTER_UNIT // 32
     return Guess(min(usual, cap), config.shared_bytes(problem))
 
 
@@ -132,12 +184,119 @@ def occupancy(problem: Problem, config: TileConfig, target: Target, resources: H
     per_warp = -(-max(resources.registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     limits = {
         "shared memory": target.shared_per_sm // (resources.shared_bytes + SHARED_RESERVED),
-        "registers": target.registers_per_sm // (per_warp * warps),
+        "registers": target.registers_per_sm // _PARTITIONS // per_warp * _PARTITIONS // warps,
         "threads": target.threads_per_sm // (32 * warps),
         "blocks": MAX_CTAS_PER_SM,
     }
     name = min(limits, key=lambda n: limits[n])
     return limits[name], name
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the constants act on: one call as one multiprocessor sees it.
+
+    Attributes:
+        busy: CTAs at work at once.
+        in_flight: pieces whose states are in flight or being read.
+        read_us, written_us: bytes of a piece at the multiprocessor's share of the read limit.
+        spill_us: of a piece.
+        warps: of a CTA.
+        flush: share of rows that flush.
+        starts, trips: CTA starts and further rounds of decay vectors, per piece.
+        shortage: registers that the kernel lacks, in parts of those it wants.
+        whole: whether the whole ring is read.
+        fair: pieces of a slot (place of a resident CTA) if all took the same.
+        uneven: pieces that the fullest slot has more, for whole waves of large CTAs.
+        last: pieces of the CTAs that end last; 0 in a single wave.
+        tail: whether small CTAs fill the end.
+    """
+
+    busy: int
+    in_flight: float
+    read_us: float
+    written_us: float
+    spill_us: float
+    warps: int
+    flush: float
+    starts: float
+    trips: float
+    shortage: float
+    whole: bool
+    fair: float
+    uneven: float
+    last: int
+    tail: bool
+
+
+def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: Mix, resources: HasResources) -> Load:
+    """One call as one multiprocessor sees it.
+
+    Raises:
+        ValueError: if not even one CTA fits a multiprocessor, or the target has no read limit.
+    """
+    if target.read_gbs <= 0:
+        raise ValueError(f"target {target.name}: no read limit (read_gbs) to model with")
+    resident, limit = occupancy(problem, config, target, resources)
+    if resident < 1:
+        raise ValueError(f"{config.label()}: no CTA fits a multiprocessor of {target.name}: {limit}")
+    live = problem.ring_rows if config.ring == "whole" else mix.mean_live
+    moved = traffic(problem, batch, flush=mix.flush, mean_live=live)
+    warps, heads = config.warps(problem), config.heads_per_cta
+    pieces = batch * problem.heads * config.head_split
+    ctas = config.ctas(problem, batch)
+    large = (batch - min(batch, config.tail_rows)) * config.ctas_per_row(problem)
+    busy = min(resident, -(-ctas // target.sms))
+    slots = busy * target.sms
+    one_wave = ctas <= slots
+    longest = heads if large else 1
+    if one_wave:  # the largest CTA decides, and nothing evens out
+        starts, rounds, fair, uneven, last = 1 / longest, 1 / longest, float(longest), 0.0, 0
+    else:
+        starts, rounds, fair, last = ctas / pieces, large / pieces, pieces / slots, longest
+        uneven = max(0.0, -(-large // slots) * heads - fair)
+    # 1 GB/s is 1e3 bytes per microsecond
+    share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
+    wanted = max(usual_registers(config), resources.registers) if config.ctas_per_sm > 1 else resources.registers
+    return Load(
+        busy=busy,
+        in_flight=busy * min(config.stages, 1 / starts),
+        read_us=moved.read / pieces / share,
+        written_us=moved.written / pieces / share,
+        spill_us=2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3),
+        warps=warps,
+        flush=mix.flush,
+        starts=starts,
+        trips=rounds * (-(-longest // warps) - 1),
+        shortage=1 - resources.registers / wanted,
+        whole=config.ring == "whole",
+        fair=fair,
+        uneven=uneven,
+        last=last,
+        tail=config.tail_rows > 0,
+    )
+
+
+def limits(x: Load, k: Constants) -> dict[str, float]:
+    """The least times of a piece, in microseconds."""
+    s = x.read_us + k.write_factor * x.written_us
+    start = k.start_us + k.products_us * _WARPS / x.warps - (k.ring_trip_us if x.whole else 0.0)
+    work = 1 + k.flush_work * x.flush
+    chain = x.starts * start + x.trips * k.trip_us + k.piece_us * work
+    issue = k.piece_issue_us * work * x.warps / _WARPS + k.start_issue_us * x.starts
+    return {
+        "bandwidth": s,
+        "latency": (s + k.round_trip_us) / x.in_flight,
+        "chain": chain * (1 + k.short_chain * x.shortage) / x.busy,
+        "issue": issue * (1 + k.short_issue * x.shortage) + x.spill_us,
+    }
+
+
+def time_us(x: Load, k: Constants) -> float:
+    """The time of one call, after the module's model."""
+    per_piece = sum(v**k.norm for v in limits(x, k).values()) ** (1 / k.norm)
+    depth = x.fair + k.wave * x.uneven + (k.last_tail if x.tail else k.last) * x.last
+    return k.launch_us + depth * x.busy * per_piece
 
 
 def estimate(
@@ -148,48 +307,19 @@ def estimate(
     Raises:
         ValueError: if not even one CTA fits a multiprocessor, or the target has no read limit.
     """
-    if target.read_gbs <= 0:
-        raise ValueError(f"target {target.name}: no read limit (read_gbs) to model with")
+    x, k = load(problem, config, target, batch, mix, resources), fitted()
     resident, limit = occupancy(problem, config, target, resources)
-    if resident < 1:
-        raise ValueError(f"{config.label()}: no CTA fits a multiprocessor of {target.name}: {limit}")
+    found, least = time_us(x, k), limits(x, k)
     moved = traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live)
-    warps = config.warps(problem)
-    ctas = config.ctas(problem, batch)
-    per_sm = -(-ctas // target.sms)
-    busy = min(resident, per_sm)
-    n = busy * min(config.stages, config.heads_per_cta)
-    read, launch_us = moved.read, LAUNCH_US
-    if config.ring == "whole":  # all R rows are read, and nothing waits for the cursors
-        everything = traffic(problem, batch, flush=mix.flush, mean_live=problem.ring_rows)
-        read, launch_us = everything.read, LAUNCH_US - RING_TRIP_US
-    # 1 GB/s is 1e3 bytes per microsecond
-    share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
-    pieces = batch * problem.heads * config.head_split  # heads, or parts of them where they are split
-    s = (read + WRITE_FACTOR * moved.written) / pieces / share
-    spill = 2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3)
-    issue = HEAD_ISSUE_US * warps / _WARPS_OF_FIT + CTA_ISSUE_US / config.heads_per_cta + spill
-    limits = {
-        "bandwidth": s,
-        "latency": (s + ROUND_TRIP_US) / n,
-        "chain": HEAD_US / busy,
-        "issue": issue,
-    }
-    per_head = sum(v**NORM for v in limits.values()) ** (1 / NORM)
-    # In one wave the fullest multiprocessor decides; over several, CTAs move to wherever one ends, and half of one
-    # is the mean wait at the end: of a single head where the grid has a tail.
-    last = 1 if config.tail_rows else config.heads_per_cta
-    depth = per_sm * config.heads_per_cta if per_sm <= resident else pieces / target.sms + 0.5 * last
-    time_us = launch_us + depth * per_head
     state_chunk = problem.head_dim // config.head_split * problem.d_state * problem.state_bytes
     return Estimate(
-        time_us=time_us,
+        time_us=found,
         bytes=moved.total,
-        gbs=moved.total / time_us / 1e3,
+        gbs=moved.total / found / 1e3,
         ctas_per_sm=resident,
         occupancy_limit=limit,
-        in_flight=n * state_chunk,
-        needed_in_flight=round(ROUND_TRIP_US * target.read_gbs / target.sms * 1e3),
-        waves=per_sm / resident,
-        bound=max(limits, key=lambda k: limits[k]),
+        in_flight=round(x.in_flight * state_chunk),
+        needed_in_flight=round(k.round_trip_us * target.read_gbs / target.sms * 1e3),
+        waves=-(-config.ctas(problem, batch) // target.sms) / resident,
+        bound=max(least, key=lambda n: least[n]),
     )

@@ -1,0 +1,267 @@
+"""Fitting the cost model's constants to the timings in sweeps' journals, and saying how well they fit.
+
+Damped least squares (Levenberg-Marquardt) on the logarithms of the constants, from fixed random starts. A timing counts
+with the square of (cell's fastest / its time): of slow configs the model need only know that they are slow. Cells, that
+is one problem and batch of one journal, count alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replayssm_cute import target as targets
+from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
+
+from . import cost
+from .acceptance import stationary
+from .journal import key_of
+
+NAMES = tuple(f.name for f in fields(cost.Constants))
+# Where the search starts; it may go a factor of `_REACH` to either side, the norm within bounds of its own.
+START = cost.Constants(
+    launch_us=2.0,
+    round_trip_us=0.7,
+    start_us=0.8,
+    products_us=0.1,
+    trip_us=0.5,
+    piece_us=0.9,
+    piece_issue_us=0.2,
+    start_issue_us=0.15,
+    flush_work=1.0,
+    short_chain=1.5,
+    short_issue=1.0,
+    write_factor=1.3,
+    ring_trip_us=0.2,
+    wave=0.3,
+    last=0.2,
+    last_tail=0.15,
+    norm=2.0,
+)
+_REACH = 8.0
+_STARTS = 4
+_STEPS = 40
+_SEED = 0
+_PULL = 0.02  # towards the start, per factor of e: what no timing decides stays where it was
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measured time.
+
+    Attributes:
+        cell: names the timings that may be compared: journal, kernels, problem and batch.
+        load: what the model makes of it, knowing the compiled kernel where the journal does.
+        time_us: measured.
+    """
+
+    cell: str
+    problem: Problem
+    config: TileConfig
+    batch: int
+    load: cost.Load
+    time_us: float
+
+
+def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]:
+    """Timings of journals, those of a race in place of single ones, and the fingerprints of the kernels timed.
+
+    Raises:
+        OSError: if a journal cannot be read.
+        ValueError: if there are no timings in them.
+    """
+    found: list[Timing] = []
+    kernels: set[str] = set()
+    for path in paths:
+        compiled: dict[str, dict[str, Any]] = {}
+        times: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {}
+        records = list(_records(path))
+        for key, result in records:
+            if key["kind"] == "compile" and "registers" in result:
+                compiled[_kernel(key, key["config"])] = result
+        for kind in ("time", "race"):
+            for key, result in records:
+                if key["kind"] != kind or "failed" in result:
+                    continue
+                configs = key["configs"] if kind == "race" else [key["config"]]
+                values = result["value"] if kind == "race" else [result["value"]]
+                for config, value in zip(configs, values, strict=True):
+                    name = key_of({"kernel": _kernel(key, config), "batch": key["batch"], "lengths": key["lengths"]})
+                    times[name] = (key, config, value["time_us"])
+        for key, config_json, time_us in times.values():
+            problem, config = Problem.from_json(key["problem"]), TileConfig.from_json(config_json)
+            mix = stationary(key["lengths"], problem.window)
+            known = compiled.get(_kernel(key, config_json))
+            resources: cost.HasResources = cost.guess(problem, config)
+            if known is not None:
+                resources = cost.Guess(known["registers"], known["shared_bytes"], known["stack_bytes"])
+            load = cost.load(problem, config, target, key["batch"], mix, resources)
+            cell = f"{path.parent.name}/{path.stem} {key['kernels'][:8]} {problem.label()} b{key['batch']}"
+            found.append(Timing(cell, problem, config, key["batch"], load, time_us))
+            kernels.add(key["kernels"])
+    if not found:
+        raise ValueError("no timings in these journals")
+    return found, kernels
+
+
+def _records(path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+            yield record["key"], record["result"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a kill cut short
+
+
+def _kernel(key: dict[str, Any], config: dict[str, Any]) -> str:
+    return key_of({"problem": key["problem"], "config": config, "kernels": key["kernels"]})
+
+
+def cells(timings: Iterable[Timing]) -> dict[str, list[Timing]]:
+    """Timings by cell."""
+    found: dict[str, list[Timing]] = defaultdict(list)
+    for t in timings:
+        found[t.cell].append(t)
+    return dict(found)
+
+
+def fit(timings: Sequence[Timing]) -> cost.Constants:
+    """The constants that fit best."""
+    weights = np.empty(len(timings))
+    fastest = {name: min(t.time_us for t in ts) for name, ts in cells(timings).items()}
+    sums: dict[str, float] = defaultdict(float)
+    for t in timings:
+        sums[t.cell] += (fastest[t.cell] / t.time_us) ** 2
+    for i, t in enumerate(timings):
+        weights[i] = math.sqrt((fastest[t.cell] / t.time_us) ** 2 / sums[t.cell])
+    measured = np.log([t.time_us for t in timings])
+    centre = np.log(astuple(START))
+    low, high = centre - math.log(_REACH), centre + math.log(_REACH)
+    low[NAMES.index("norm")], high[NAMES.index("norm")] = math.log(1.2), math.log(8.0)
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        k = cost.Constants(*np.exp(point).tolist())
+        modelled = np.log([cost.time_us(t.load, k) for t in timings])
+        return np.concatenate(((modelled - measured) * weights, (point - centre) * _PULL))
+
+    random = np.random.default_rng(_SEED)
+    best, best_sum = centre, math.inf
+    for attempt in range(_STARTS):
+        point = np.clip(centre + (random.normal(0, 0.4, len(centre)) if attempt else 0), low, high)
+        now, damping = residuals(point), 1e-2
+        for _ in range(_STEPS):
+            slope = np.stack([(residuals(point + 1e-4 * e) - now) / 1e-4 for e in np.eye(len(point))], axis=1)
+            normal = slope.T @ slope
+            step = np.linalg.solve(normal + damping * np.eye(len(point)) * normal.diagonal().max(), -slope.T @ now)
+            tried = np.clip(point + np.clip(step, -0.5, 0.5), low, high)
+            then = residuals(tried)
+            if then @ then < now @ now:
+                done = now @ now - then @ then < 1e-7 * (now @ now)
+                point, now, damping = tried, then, damping / 3
+                if done:
+                    break
+            else:
+                damping *= 4
+                if damping > 1e6:
+                    break
+        if now @ now < best_sum:
+            best, best_sum = point, float(now @ now)
+    return cost.Constants(*(float(f"{v:.4g}") for v in np.exp(best)))
+
+
+def judge(timings: Iterable[Timing], k: cost.Constants) -> list[dict[str, Any]]:
+    """Each cell's errors, rank correlation and the regret of the model's first pick."""
+    rows = []
+    for name, ts in cells(timings).items():
+        modelled = np.array([cost.time_us(t.load, k) for t in ts])
+        measured = np.array([t.time_us for t in ts])
+        error = modelled / measured - 1
+        pick = int(modelled.argmin())
+        rows.append(
+            {
+                "cell": name,
+                "timings": len(ts),
+                "rms_error": round(float(np.sqrt((error**2).mean())), 4),
+                "worst_error": round(float(error[np.abs(error).argmax()]), 4),
+                "rank_correlation": _spearman(modelled, measured),
+                "pick": ts[pick].config.label(),
+                "best": ts[int(measured.argmin())].config.label(),
+                "regret": round(float(measured[pick] / measured.min() - 1), 4),
+            }
+        )
+    return rows
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Rank correlation; None for fewer than three values, or where all are equal."""
+    if len(a) < 3:
+        return None
+    ranks = [np.array([(np.sum(v < x) + np.sum(v <= x)) / 2 for x in v]) for v in (a, b)]  # ties share a mean rank
+    if any(r.std() == 0 for r in ranks):
+        return None
+    return round(float(np.corrcoef(ranks[0], ranks[1])[0, 1]), 4)
+
+
+def held_out(timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """As `judge`, each cell with the constants fitted to all other batch sizes."""
+    rows = []
+    for batch in sorted({t.batch for t in timings}):
+        seen = [t for t in timings if t.batch != batch]
+        if seen:
+            rows += judge([t for t in timings if t.batch == batch], fit(seen))
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians and worst over cells of at least three timings."""
+    rows = [r for r in rows if r["rank_correlation"] is not None]
+    if not rows:
+        return {}
+    regrets, ranks = [r["regret"] for r in rows], [r["rank_correlation"] for r in rows]
+    return {
+        "median_rank_correlation": round(float(np.median(ranks)), 4),
+        "worst_rank_correlation": min(ranks),
+        "median_regret": round(float(np.median(regrets)), 4),
+        "worst_regret": max(regrets),
+    }
+
+
+def refit(paths: Sequence[Path], out: Path = cost.DATA, target_name: str = "h200") -> dict[str, Any]:
+    """Fit to journals and write the data file; returns what it holds.
+
+    Raises:
+        OSError: if a journal cannot be read, or `out` cannot be written.
+        ValueError: if there are no timings in them.
+    """
+    target = targets.named(target_name)
+    timings, kernels = read(paths, target)
+    k = fit(timings)
+    rows, unseen = judge(timings, k), held_out(timings)
+    error = np.array([cost.time_us(t.load, k) / t.time_us - 1 for t in timings])
+    data = {
+        "gpu": target.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "kernels": sorted(kernels),
+        "journals": [f"{p.parent.name}/{p.name}" for p in paths],
+        "timings": len(timings),
+        "rms_error": round(float(np.sqrt((error**2).mean())), 4),
+        "worst_error": round(float(error[np.abs(error).argmax()]), 4),
+        "constants": dict(zip(NAMES, astuple(k), strict=True)),
+        "fitted": summary(rows),
+        "held_out_batch": summary(unseen),
+        "cells": rows,
+        "cells_held_out": unseen,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return data
