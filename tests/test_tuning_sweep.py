@@ -227,6 +227,9 @@ class Device:
                     for c in kwargs["configs"]
                 ],
             )
+        if name == "floor":
+            assert kwargs["read_gbs"] > 4000
+            return Answer(True, {"time_us": 3.0 + kwargs["batch"] / 4, "kernel_us": 2.5, "spread": 0.0, **facts})
         assert name == "peers"
         best = {"peer": "flashinfer", "variant": "monolith", "default": False, "time_us": self.peer_us, "spread": 0.0}
         default = {**best, "variant": "auto", "default": True, "time_us": self.peer_us * 1.25}

@@ -26,11 +26,12 @@ from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
-from . import acceptance, cost
+from . import acceptance, cost, floor_kernel
 from .worker import Poisoned
 
 GIB = 1 << 30
 CHECK_ROWS = 6
+_STREAMED = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=1, window=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +231,11 @@ class Timed:
         return [start.elapsed_time(stop) * 1e3 / self.nodes for start, stop in events]
 
 
-def capture(run: Callable[[calls.Call], None], cell: Cell, policy: Policy) -> Timed:
+def capture(run: Callable[[calls.Call], None], cell: Cell, policy: Policy, *, writes_outputs: bool = True) -> Timed:
     """Capture rotations of `run` over the cell's calls, and see that a replay writes every output.
+
+    Args:
+        writes_outputs: False for a kernel that is no step and leaves `out` alone.
 
     Raises:
         RuntimeError: if an output is not finite after a replay.
@@ -251,7 +255,7 @@ def capture(run: Callable[[calls.Call], None], cell: Cell, policy: Policy) -> Ti
     cell.out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
-    if not bool(torch.isfinite(cell.out).all()):
+    if writes_outputs and not bool(torch.isfinite(cell.out).all()):
         raise RuntimeError("outputs are not finite after a graph replay: a launch is missing from the graph, or wrong")
     return Timed(graph, rotations * len(cell.calls))
 
@@ -262,8 +266,8 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     return {"time_us": middle, "spread": (max(samples) - min(samples)) / middle, "samples": len(samples)}
 
 
-def read_limit(device: torch.device) -> dict[str, Any]:
-    """The streaming limit that plain torch reaches here: GB/s of a sum, and of a copy (read + written)."""
+def read_limit(device: torch.device, arch: str) -> dict[str, Any]:
+    """The streaming limit here: GB/s of plain torch's sum and copy (read + written), and of the floor kernel."""
     free = torch.cuda.mem_get_info(device)[0]
     count = min(4 * GIB, free // 4) // 4
     source = torch.ones(count, device=device)
@@ -285,7 +289,24 @@ def read_limit(device: torch.device) -> dict[str, Any]:
         best(lambda: torch.amax(source), source.nbytes),
     )
     copy = best(lambda: sink.copy_(source), 2 * source.nbytes)
-    return {"read_gbs": read, "copy_gbs": copy, "bytes": source.nbytes, "method": "torch.sum / amax, torch copy"}
+    # The floor kernel on a cache whose rows never flush: nothing but TMA loads, of the same bytes.
+    p = _STREAMED
+    slots = source.numel() // (p.heads * p.head_dim * p.d_state)
+    state = source[: slots * p.heads * p.head_dim * p.d_state].view(slots, p.heads, p.head_dim, p.d_state)
+    pnat = torch.zeros(slots, dtype=torch.int32, device=device)
+    order = torch.randperm(slots, device=device).to(torch.int32)
+    stream = 0.0
+    for config in floor_kernel.configs(p, targets.named(arch).shared_per_block):
+        kernel = floor_kernel.compile_floor(p, config, arch)
+        stream = max(stream, best(lambda kernel=kernel: kernel(state, pnat, order), state.nbytes))  # type: ignore[misc]
+    return {
+        "read_gbs": max(read, stream),
+        "torch_read_gbs": read,
+        "stream_gbs": stream,
+        "copy_gbs": copy,
+        "bytes": source.nbytes,
+        "method": "the faster of torch.sum / amax and a kernel of TMA loads alone, over the same bytes",
+    }
 
 
 def _driver() -> str:
@@ -308,6 +329,7 @@ class DeviceRunner:
         self.policy = Policy(**policy)
         self._cell: tuple[object, Cell] | None = None
         self._check_calls: dict[Problem, list[calls.Call]] = {}
+        self._floors: dict[tuple[Problem, floor_kernel.FloorConfig], Callable[..., None]] = {}
 
     def describe(self) -> dict[str, Any]:
         """The device as a Target, its driver, and the peers installed beside."""
@@ -323,7 +345,7 @@ class DeviceRunner:
         """See `read_limit`."""
         self._cell = None
         with self._guard():
-            return read_limit(self.device)
+            return read_limit(self.device, self.target.arch)
 
     def check(self, problem: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         """Errors of the kernel on small random calls: padding, NaN in dead rows and foreign slots, flush or not.
@@ -372,6 +394,27 @@ class DeviceRunner:
                     samples[i] += field[i].sample(self.policy.race_replays)
             return [summary(s) | self._facts(cell, t) for s, t in zip(samples, field, strict=True)]
 
+    def floor(self, problem: dict[str, Any], batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
+        """The floor of one cell: the fastest floor kernel, plus the bytes that it does not move at `read_gbs`."""
+        p = Problem.from_json(problem)
+        with self._guard():
+            cell = self._cell_of(p, batch, lengths)
+            found = []
+            for config in floor_kernel.configs(p, self.target.shared_per_block):
+                kernel = self._floor_kernel(p, config)
+                timed = capture(
+                    lambda c, kernel=kernel: kernel(c.state, c.prev_num_accepted_tokens, c.state_batch_indices),  # type: ignore[misc]
+                    cell,
+                    self.policy,
+                    writes_outputs=False,
+                )
+                timed.sample(self.policy.warmups)
+                found.append(summary(timed.sample(self.policy.replays)) | {"heads_per_cta": config.heads_per_cta})
+            fastest = min(found, key=lambda f: f["time_us"])
+            state = p.heads * p.head_dim * p.d_state * p.state_bytes
+            others = cell.bytes - batch * state * (1 + cell.flush)
+            return fastest | {"kernel_us": fastest["time_us"], "time_us": fastest["time_us"] + others / read_gbs / 1e3}
+
     def peers(self, problem: dict[str, Any], batch: int, lengths: Sequence[float]) -> list[dict[str, Any]]:
         """Every variant of every installed peer on one cell; one that fails is reported with its reason."""
         from . import peers
@@ -403,6 +446,11 @@ class DeviceRunner:
         from replayssm_cute import compiler
 
         return compiler.get(problem, config, self.target)
+
+    def _floor_kernel(self, problem: Problem, config: floor_kernel.FloorConfig) -> Callable[..., None]:
+        if (problem, config) not in self._floors:
+            self._floors[problem, config] = floor_kernel.compile_floor(problem, config, self.target.arch)
+        return self._floors[problem, config]
 
     def _cell_of(self, problem: Problem, batch: int, lengths: Sequence[float]) -> Cell:
         key = (problem, batch, tuple(lengths))

@@ -53,6 +53,7 @@ class _Session:
         self.resources: dict[tuple[Any, TileConfig], dict[str, Any]] = {}
         self.notes: list[str] = []
         self.unreached = 0
+        self.read_gbs = 0.0
         self.without_peers: set[Problem] = set()
 
     def run(self, peers: bool) -> Results:
@@ -62,6 +63,7 @@ class _Session:
         )
         limit = self.job("limit", {}, {})
         read_gbs, method = self.read_limit(limit)
+        self.read_gbs = read_gbs
 
         order = {w.problem: ranked(w, target, ctx.plan.batches) for w in ctx.plan.workloads}
         longest = max(len(c) for c in order.values())
@@ -184,6 +186,9 @@ class _Session:
         for candidate in self.race(where, timed, default, steps):
             candidates[candidate.config] = candidate
         found = self.time_peers(problem, where, steps) if peers and self.peer_versions else []
+        floor = self.job("floor", where, where | {"read_gbs": self.read_gbs})
+        if "failed" in floor:
+            self.note(f"{problem.label()}, batch {batch}: no floor: {floor['failed']}: {floor.get('reason', '')[:200]}")
         return CellResult(
             label=workload.label,
             problem=problem,
@@ -193,6 +198,7 @@ class _Session:
             default=default,
             candidates=tuple(candidates.values()),
             peers=tuple(found),
+            floor_us=floor.get("time_us"),
         )
 
     def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:

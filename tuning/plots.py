@@ -71,6 +71,8 @@ def frame(results: Results) -> pd.DataFrame:
             "spread": winner.spread,
             "default_us": default_us,
             "limit_us": cell.bytes / results.read_gbs / 1e3,
+            "floor_us": cell.floor_us,
+            "over_floor": None if cell.floor_us is None else winner.time_us / cell.floor_us,
             "bytes": cell.bytes,
             "flush": cell.flush,
             "gb_s": gbs,
@@ -162,13 +164,15 @@ def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
         _batch_axis(ax, part["batch"].tolist())
         ax.set_yscale("log")
         ax.plot(part["batch"], part["limit_us"], ":", color=LIMIT, lw=1.2, label="bytes at the read limit")
+        if part["floor_us"].notna().any():
+            ax.plot(part["batch"], part["floor_us"], "-.", color=LIMIT, lw=1.2, label="floor (streaming kernel)")
         ax.plot(part["batch"], part["default_us"], "-", color=DEFAULT, lw=2.5, label="default config")
         _peer_lines(ax, part, table, lambda name, part=part: part[name])  # type: ignore[misc]
         ax.plot(part["batch"], part["time_us"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
         ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
         ax.set_ylabel("µs a call")
         ax.legend(loc="upper left")
-    columns = ["workload", "problem", "batch", "config", "time_us", "spread", "default_us", "limit_us"]
+    columns = ["workload", "problem", "batch", "config", "time_us", "spread", "default_us", "limit_us", "floor_us"]
     return figure, table[columns + [f"{p}_us" for p in peers_of(table)]]
 
 

@@ -172,6 +172,9 @@ def _headline(table: pd.DataFrame) -> pd.DataFrame:
             "vs default": table["speedup_over_default"].map(lambda v: "–" if pd.isna(v) else f"{v:.3f}x"),
         }
     )
+    if table["floor_us"].notna().any():
+        shown["floor µs"] = table["floor_us"].map(lambda v: "–" if pd.isna(v) else f"{v:.2f}")
+        shown["over floor"] = table["over_floor"].map(lambda v: "–" if pd.isna(v) else f"{v:.3f}x")
     for peer in peers_of(table):
         shown[f"{peer} µs"] = table[f"{peer}_us"].map(lambda v: "–" if pd.isna(v) else f"{v:.2f}")
     shown["flush"] = table["flush"].map("{:.1%}".format)

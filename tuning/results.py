@@ -48,6 +48,8 @@ class CellResult:
         default: the default rule's config for this batch.
         candidates: every config that the budget reached.
         peers: as `DeviceRunner.peers` gives them.
+        floor_us: of a kernel that only streams the same state rows and rewrites the same flush rows, plus the other
+            bytes at the read limit; None where it was not measured.
     """
 
     label: str
@@ -58,6 +60,7 @@ class CellResult:
     default: TileConfig
     candidates: tuple[Candidate, ...]
     peers: tuple[Mapping[str, Any], ...] = ()
+    floor_us: float | None = None
 
     @property
     def timed(self) -> list[Candidate]:
@@ -176,6 +179,7 @@ class Results:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            data.pop("historical", None)  # a mark on results that are kept for the record
             cells = tuple(
                 CellResult(
                     **{

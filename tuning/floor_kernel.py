@@ -61,7 +61,7 @@ class FloorKernel:
         )
 
     @cute.jit
-    def __call__(self, state: cute.Tensor, pnat: cute.Tensor, slots: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, state: cute.Tensor, pnat: cute.Tensor, slots: cute.Tensor, stream) -> None:
         p = self.problem
         tiled = cute.make_tensor(
             state.iterator,
@@ -122,7 +122,7 @@ class FloorKernel:
                 self.write_back(state, raw + i * self.head_bytes, slot, head0 + i, thread)
 
     @cute.jit
-    def write_back(self, state, box, slot, head, thread) -> None:  # type: ignore[no-untyped-def]
+    def write_back(self, state, box, slot, head, thread) -> None:
         """A head's box to where it came from, 16 bytes a thread; eight threads a 128-byte row."""
         p = self.problem
         chunk = 16 // p.state_bytes
