@@ -37,6 +37,20 @@ def test_the_space_is_valid_and_defaults_come_first(problem: Problem, target: ta
     assert set(order[: len(wanted)]) == wanted
 
 
+def test_what_no_batch_wants_is_tried_last() -> None:
+    batches = (1, 4, 16, 64, 256)
+    order = sweep.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, batches)
+    place = {c: i / len(order) for i, c in enumerate(order)}
+    # measured at batch 64: 87 us, 89, 87 and, the hopeless, 120, 194
+    good = [TileConfig(4, 2, ctas_per_sm=3, tail_rows=8), TileConfig(), TileConfig(4, 2, tail_rows=8)]
+    assert max(place[c] for c in good) < 0.1
+    assert min(place[c] for c in order if c.head_split == 4 and c.stages == 8) > 0.5
+    assert min(place[c] for c in order if c.ctas_per_sm >= 18 and c.heads_per_cta >= 8) > 0.5
+    # and families keep taking turns: the first thirty are of many
+    families = {(c.heads_per_cta, c.head_split, c.ring, c.ctas_per_sm > 1, c.tail_rows > 0) for c in order[:30]}
+    assert len(families) > 15
+
+
 def test_a_small_target_gets_fewer_configs() -> None:
     small, large = (space.configs(SUPER, targets.named(a)) for a in ("sm_120a", "sm_90a"))
     # caps and tails aside, which depend on the target's multiprocessors
@@ -104,10 +118,17 @@ def test_the_model_answers_to_what_it_knows() -> None:
     assert e.gbs == pytest.approx(e.bytes / e.time_us / 1e3)
 
 
-def test_a_whole_ring_saves_a_trip_and_costs_bytes() -> None:
+def test_a_whole_ring_costs_bytes_and_saves_a_trip() -> None:
     whole = TileConfig(ring="whole")
-    assert time_us(whole, batch=1) < time_us(batch=1)
-    assert time_us(whole, batch=512) > time_us(batch=512)
+    assert time_us(whole, batch=512) > 1.02 * time_us(batch=512)
+    assert time_us(whole, batch=1) == pytest.approx(time_us(batch=1), rel=0.02)  # measured: 4.93 and 4.94 us
+
+
+def test_a_cap_below_the_wanted_registers_costs_time() -> None:
+    for batch in (1, 64, 256):  # measured: 6.4 and 5.0 us at batch 1, 405 and 342 at 256
+        assert time_us(TileConfig(ctas_per_sm=6), batch) > 1.02 * time_us(batch=batch)
+    wide = TileConfig(4, 2, ctas_per_sm=3)  # a cap above what the kernel wants changes nothing
+    assert time_us(wide) == time_us(dataclasses.replace(wide, ctas_per_sm=1))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +156,7 @@ def test_what_cannot_run_is_refused() -> None:
 def test_the_constants_are_those_of_the_data_file_and_fit_the_timings_beside_it() -> None:
     timings, _ = fit.read([cost.DATA.with_name("benchmark_h200.jsonl")], H200)
     rows = [r for r in fit.judge(timings, cost.fitted()) if r["timings"] >= 10]
-    assert len(rows) == 6
+    assert len(rows) == 10
     assert max(r["rms_error"] for r in rows) < 0.15
     assert fit.summary(rows)["median_regret"] <= 0.10
     assert fit.summary(rows)["worst_regret"] <= 0.25

@@ -3,11 +3,12 @@
 The model sees each multiprocessor as a closed system. Its resident CTAs take their pieces (heads, or the parts of them
 that `head_split` makes) one after the other. The time per piece can be below none of four limits:
   bandwidth  S, a piece's bytes at the multiprocessor's share of the read limit;
-  latency    (S + round trip) / pieces in flight (Little's law: bytes in flight against latency x bandwidth);
-  chain      a CTA's dependent work / resident CTAs: its start, then piece after piece;
-  issue      the issue time of a piece's warps, of spills, and of its part of the CTA's start.
-They are joined by a p-norm. Fewer registers than the kernel wants lengthen the chain and the issue: loads can no longer
-be asked for ahead. To that come waves that do not come out even, the last CTAs' ends, and a fixed launch term.
+  latency    (S + a refill's round trip + dependent work) / pieces in flight (Little's law);
+  chain      a piece's dependent work and its part of a CTA's start / resident CTAs;
+  issue      the issue time of a piece's warps, of spills, and of its part of a CTA's start.
+They are joined by a p-norm. A start waits for cursors, ring and B·C, behind the CTA's own first states. Fewer registers
+than the kernel wants lengthen chain and issue: loads can no longer be asked for ahead. To the pieces' time come the
+first start, which nothing hides, waves that do not come out even, the last CTAs' ends, and a fixed launch term.
 
 The constants (`Constants`) are fitted to timings by `fit.py` and kept in `data/`, with what they were fitted to and how
 well they fit, also to a batch size that the fit has not seen. No GPU but that one has been fitted: for the others only
@@ -31,6 +32,7 @@ from replayssm_cute.target import Target
 from .acceptance import Mix
 
 DATA = Path(__file__).resolve().parent / "data" / "cost_h200.json"
+ROUND_TRIP_US = 0.5  # a state load's way in idle memory (not fitted)
 SM_PEAK_GBS = 80.0  # what one multiprocessor alone can draw (from the floor kernel, not fitted)
 LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1 (not fitted)
 MAX_CTAS_PER_SM = 32
@@ -45,10 +47,11 @@ class Constants:
 
     Attributes:
         launch_us: launch and drain of an empty kernel.
-        round_trip_us: a state load's way, under load.
         start_us: a CTA's dependent work before its first piece: cursors, ring, B·C.
         products_us: its part that fewer warps do slower, at four warps.
         trip_us: one more round of decay vectors, where a CTA has more heads than warps.
+        queue: share of the CTA's first states' time that its start waits behind them.
+        several_us: what a start takes longer in kernels of several heads a CTA: the next head's inputs.
         piece_us: dependent work of one piece, once its state is there.
         piece_issue_us: issue time of one piece of four warps.
         start_issue_us: issue time of a CTA's start.
@@ -63,10 +66,11 @@ class Constants:
     """
 
     launch_us: float
-    round_trip_us: float
     start_us: float
     products_us: float
     trip_us: float
+    queue: float
+    several_us: float
     piece_us: float
     piece_issue_us: float
     start_issue_us: float
@@ -101,7 +105,7 @@ class HasResources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Resources assumed before compilation: usual registers, the config's own shared memory, usual spills."""
+    """Resources assumed before compilation: usual registers, the config's own shared memory, no spills."""
 
     registers: int
     shared_bytes: int
@@ -198,12 +202,15 @@ class Load:
 
     Attributes:
         busy: CTAs at work at once.
-        in_flight: pieces whose states are in flight or being read.
+        stages: pieces of a CTA whose states are in flight or being read.
         read_us, written_us: bytes of a piece at the multiprocessor's share of the read limit.
         spill_us: of a piece.
         warps: of a CTA.
         flush: share of rows that flush.
         starts, trips: CTA starts and further rounds of decay vectors, per piece.
+        several: whether the kernel is one of several heads a CTA.
+        longest: pieces of the largest CTAs, which start first.
+        one_wave: whether all CTAs are resident at once.
         shortage: registers that the kernel lacks, in parts of those it wants.
         whole: whether the whole ring is read.
         fair: pieces of a slot (place of a resident CTA) if all took the same.
@@ -213,7 +220,7 @@ class Load:
     """
 
     busy: int
-    in_flight: float
+    stages: float
     read_us: float
     written_us: float
     spill_us: float
@@ -221,6 +228,9 @@ class Load:
     flush: float
     starts: float
     trips: float
+    several: bool
+    longest: int
+    one_wave: bool
     shortage: float
     whole: bool
     fair: float
@@ -260,7 +270,7 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     wanted = max(usual_registers(config), resources.registers) if config.ctas_per_sm > 1 else resources.registers
     return Load(
         busy=busy,
-        in_flight=busy * min(config.stages, 1 / starts),
+        stages=min(config.stages, 1 / starts),
         read_us=moved.read / pieces / share,
         written_us=moved.written / pieces / share,
         spill_us=2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3),
@@ -268,6 +278,9 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         flush=mix.flush,
         starts=starts,
         trips=rounds * (-(-longest // warps) - 1),
+        several=heads > 1,
+        longest=longest,
+        one_wave=one_wave,
         shortage=1 - resources.registers / wanted,
         whole=config.ring == "whole",
         fair=fair,
@@ -277,17 +290,25 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     )
 
 
+def _start_us(x: Load, k: Constants) -> float:
+    """Dependent work of a CTA's start and of its further rounds, per piece."""
+    s = x.read_us + k.write_factor * x.written_us
+    first = k.start_us + k.products_us * _WARPS / x.warps - (k.ring_trip_us if x.whole else 0.0)
+    first += k.several_us * x.several + k.queue * x.stages * s
+    return (x.starts * first + x.trips * k.trip_us) * (1 + k.short_chain * x.shortage)
+
+
 def limits(x: Load, k: Constants) -> dict[str, float]:
     """The least times of a piece, in microseconds."""
     s = x.read_us + k.write_factor * x.written_us
-    start = k.start_us + k.products_us * _WARPS / x.warps - (k.ring_trip_us if x.whole else 0.0)
     work = 1 + k.flush_work * x.flush
-    chain = x.starts * start + x.trips * k.trip_us + k.piece_us * work
+    trip = ROUND_TRIP_US * max(0.0, 1 - x.stages * x.starts)  # the first ones' passes during the start
+    chain = k.piece_us * work * (1 + k.short_chain * x.shortage) + (0.0 if x.one_wave else _start_us(x, k))
     issue = k.piece_issue_us * work * x.warps / _WARPS + k.start_issue_us * x.starts
     return {
         "bandwidth": s,
-        "latency": (s + k.round_trip_us) / x.in_flight,
-        "chain": chain * (1 + k.short_chain * x.shortage) / x.busy,
+        "latency": (s * (x.busy if x.one_wave else 1) + trip + k.piece_us * work) / (x.busy * x.stages),
+        "chain": chain / x.busy,
         "issue": issue * (1 + k.short_issue * x.shortage) + x.spill_us,
     }
 
@@ -296,7 +317,7 @@ def time_us(x: Load, k: Constants) -> float:
     """The time of one call, after the module's model."""
     per_piece = sum(v**k.norm for v in limits(x, k).values()) ** (1 / k.norm)
     depth = x.fair + k.wave * x.uneven + (k.last_tail if x.tail else k.last) * x.last
-    return k.launch_us + depth * x.busy * per_piece
+    return k.launch_us + _start_us(x, k) * x.longest + depth * x.busy * per_piece
 
 
 def estimate(
@@ -318,8 +339,8 @@ def estimate(
         gbs=moved.total / found / 1e3,
         ctas_per_sm=resident,
         occupancy_limit=limit,
-        in_flight=round(x.in_flight * state_chunk),
-        needed_in_flight=round(k.round_trip_us * target.read_gbs / target.sms * 1e3),
+        in_flight=round(x.busy * x.stages * state_chunk),
+        needed_in_flight=round(ROUND_TRIP_US * target.read_gbs / target.sms * 1e3),
         waves=-(-config.ctas(problem, batch) // target.sms) / resident,
         bound=max(least, key=lambda n: least[n]),
     )

@@ -30,11 +30,12 @@ from .journal import key_of
 NAMES = tuple(f.name for f in fields(cost.Constants))
 # Where the search starts; it may go a factor of `_REACH` to either side, the norm within bounds of its own.
 START = cost.Constants(
-    launch_us=2.0,
-    round_trip_us=0.7,
+    launch_us=1.5,
     start_us=0.8,
     products_us=0.1,
     trip_us=0.5,
+    queue=0.3,
+    several_us=0.2,
     piece_us=0.9,
     piece_issue_us=0.2,
     start_issue_us=0.15,

@@ -36,6 +36,7 @@ log = logging.getLogger("replayssm_cute")
 
 RESULTS_SUFFIX = ".results.json"
 TABLE_SUFFIX = ".table.json"
+NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
 
 
 class SweepError(RuntimeError):
@@ -162,8 +163,9 @@ def slug(name: str) -> str:
 def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[TileConfig]:
     """All configs of a workload, the ones to try first in front.
 
-    The batches' defaults come first. Then the model's favourites, one of each family (heads a CTA, head split, ring,
-    cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
+    The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
+    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA, head split, ring, cap, tail) per
+    round, so that a model that errs about a family costs one round and not the sweep.
     """
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
@@ -187,7 +189,9 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
         family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1, config.tail_rows > 0)
         turn[config] = rounds[family] = rounds.get(family, 0) + 1
     first = space.defaults(workload.problem, target, list(batches))
-    rest = sorted((c for c in order if c not in first), key=lambda c: (turn[c], best[c]))
+    rest = sorted(
+        (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
+    )
     return [*first, *rest]
 
 
