@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import checks, compiler, plan, tables
+from . import checks, compiler, plan, tables, torch_op
 from .config import TileConfig
 from .problem import Problem, from_tensors, not_served
 from .reference import checkpointing_ssu_reference
@@ -77,7 +77,8 @@ def checkpointing_ssu(
 
     Slots may be strided views into a page pool. Rows (the last dimension) are contiguous; rows of state, x_cache,
     B_cache, x, B, C, z and out start at multiples of 16 bytes. CPU tensors run the reference. REPLAYSSM_CHECK=1
-    also checks slots and cursors of CUDA tensors, which synchronizes; not while a graph is captured.
+    also checks slots and cursors of CUDA tensors, which synchronizes; not while a graph is captured. Under
+    torch.compile the call becomes one node, the operator `replayssm_cute::checkpointing_ssu`.
 
     Returns:
         `out`.
@@ -90,6 +91,14 @@ def checkpointing_ssu(
     """
     if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
         not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
+    if torch.compiler.is_compiling():
+        if config is not None:
+            raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
+        torch_op.step(
+            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
+            dt_bias, dt_softplus, state_batch_indices, pad_slot_id, enable_pdl,
+        )  # fmt: skip
+        return out
     if isinstance(state, torch.Tensor) and state.is_cuda:
         if _CHECK and not compiler.capturing():
             problem = from_tensors(

@@ -1,0 +1,51 @@
+"""The step as a registered torch operator, for torch.compile: a graph sees one node and what it writes.
+
+Eager calls never come here: entering a registered operator costs several times the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")
+
+
+@torch.library.custom_op(
+    "replayssm_cute::checkpointing_ssu",
+    mutates_args=WRITTEN,
+    # A, D, dt and dt_bias are stride-0 views, and slots may be views into a pool: copies would not be the same call.
+    tags=(torch.Tag.needs_exact_strides,),
+)
+def step(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: torch.Tensor | None,
+    pad_slot_id: int,
+    enable_pdl: bool,
+) -> None:
+    """`replayssm_cute.checkpointing_ssu` in positional form, without its return value (`out` is an argument)."""
+    from .api import checkpointing_ssu
+
+    checkpointing_ssu(
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+        dt_softplus, state_batch_indices, pad_slot_id, enable_pdl=enable_pdl,
+    )  # fmt: skip
+
+
+@step.register_fake
+def _(*args: object) -> None:
+    """Nothing is returned, so a trace has nothing to shape; arguments are checked when the step runs."""
