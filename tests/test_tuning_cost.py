@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from replayssm_tuning import cost, fit, plan, space, sweep
+from replayssm_tuning import cli, cost, fit, plan, space, sweep
 from replayssm_tuning.acceptance import Acceptance, stationary
 
 from replayssm_cute import target as targets
@@ -178,7 +178,7 @@ def test_a_fit_finds_the_constants_behind_the_timings() -> None:
 
 
 def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
-    key = {"kernels": "k", "problem": SUPER.to_json()}
+    key = {"gpu": H200.name, "kernels": "k", "problem": SUPER.to_json()}
     cell = key | {"batch": 64, "lengths": [0.25] * 4}
     small, large = TileConfig(), TileConfig(4, 2)
     lines = [
@@ -197,6 +197,8 @@ def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
     assert len(fit.cells(found)) == 1
     (of_small,) = (t for t in found if t.config == small)
     assert of_small.load.busy == 6  # 64 registers leave it to shared memory; the guessed 120 let 4 in
+    with pytest.raises(ValueError, match="timings of NVIDIA H200, expected NVIDIA B200"):
+        fit.read([path], dataclasses.replace(H200, name="NVIDIA B200"))
     path.write_text("")
     with pytest.raises(ValueError, match="no timings"):
         fit.read([path], H200)
@@ -206,13 +208,24 @@ def _resources(**known: int) -> dict[str, int]:
     return {"registers": 120, "shared_bytes": SMALLEST, "stack_bytes": 0, **known}
 
 
-def test_a_refit_writes_what_the_model_reads(tmp_path: Path) -> None:
-    out = tmp_path / "data" / "cost.json"
-    found = fit.refit([cost.DATA.with_name("benchmark_h200.jsonl")], out)
-    assert json.loads(out.read_text()) == found
-    assert set(found["constants"]) == {f.name for f in dataclasses.fields(cost.Constants)}
-    assert found["fitted"]["worst_regret"] <= 0.25
-    assert {r["cell"] for r in found["cells_held_out"]} == {r["cell"] for r in found["cells"]}
+def test_the_fit_command_writes_what_the_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = cost.DATA.with_name("benchmark_h200.jsonl")
+    monkeypatch.setattr(cost, "DATA", tmp_path / "data" / "cost.json")
+    try:
+        assert cli.main(["fit", str(shipped)]) == 0
+        found = json.loads(cost.DATA.read_text())
+        assert found["constants"] == dataclasses.asdict(cost.fitted())
+        assert found["timings"] == len(shipped.read_text().splitlines())
+        assert {r["cell"] for r in found["cells_held_out"]} == {r["cell"] for r in found["cells"]}
+        assert "rms error" in capsys.readouterr().out
+        empty = tmp_path / "journal.jsonl"
+        empty.write_text("")
+        assert cli.main(["fit", str(empty)]) == 1
+        assert "no timings" in capsys.readouterr().err
+    finally:
+        cost.fitted.cache_clear()
 
 
 def test_the_rank_correlation_shares_ties() -> None:

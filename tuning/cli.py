@@ -1,4 +1,4 @@
-"""The command line: sweep a plan, draw reports, list and explain plans.
+"""The command line: sweep a plan, draw reports, fit the cost model, list and explain plans.
 
 Exit codes: 0 done, 1 the sweep or report came to nothing, 2 wrong usage or a bad plan, 130 interrupted.
 """

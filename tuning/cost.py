@@ -38,6 +38,7 @@ LOCAL_GBS = 110.0  # spills of one multiprocessor, through its L1 (not fitted)
 MAX_CTAS_PER_SM = 32
 _WARPS = 4  # that `piece_issue_us` is for
 _PARTITIONS = 4  # of a multiprocessor: each has a part of the registers and every fourth warp
+_USUAL_SPILLS = 56  # stack bytes of kernels capped well below the registers they want: 8 to 96
 _REGISTER_UNIT = 256  # registers are given to warps in pieces of this many
 
 
@@ -105,7 +106,7 @@ class HasResources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Resources assumed before compilation: usual registers, the config's own shared memory, no spills."""
+    """Resources assumed before compilation: usual registers and spills, the config's own shared memory."""
 
     registers: int
     shared_bytes: int
@@ -118,12 +119,12 @@ def usual_registers(config: TileConfig) -> int:
 
 
 def guess(problem: Problem, config: TileConfig, registers_per_sm: int = 65536) -> Guess:
-    """Resources of a kernel that has not been compiled: registers as most compiled ones have them, or the cap."""
+    """Resources of a kernel that has not been compiled: as most compiled ones have them."""
     usual = cap = usual_registers(config)
     if config.ctas_per_sm > 1:
         warps = -(-config.ctas_per_sm * config.warps(problem) // _PARTITIONS)
         cap = registers_per_sm // _PARTITIONS // warps // _REGISTER_UNIT * _REGISTER_UNIT // 32
-    return Guess(min(usual, cap), config.shared_bytes(problem))
+    return Guess(min(usual, cap), config.shared_bytes(problem), _USUAL_SPILLS if cap < 0.7 * usual else 0)
 
 
 @dataclass(frozen=True, slots=True)

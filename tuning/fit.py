@@ -79,7 +79,7 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
 
     Raises:
         OSError: if a journal cannot be read.
-        ValueError: if there are no timings in them.
+        ValueError: if there are no timings in them, or some of another GPU.
     """
     found: list[Timing] = []
     kernels: set[str] = set()
@@ -100,6 +100,8 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
                     name = key_of({"kernel": _kernel(key, config), "batch": key["batch"], "lengths": key["lengths"]})
                     times[name] = (key, config, value["time_us"])
         for key, config_json, time_us in times.values():
+            if key["gpu"] != target.name:
+                raise ValueError(f"{path}: got timings of {key['gpu']}, expected {target.name}")
             problem, config = Problem.from_json(key["problem"]), TileConfig.from_json(config_json)
             mix = stationary(key["lengths"], problem.window)
             known = compiled.get(_kernel(key, config_json))
@@ -237,13 +239,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def refit(paths: Sequence[Path], out: Path = cost.DATA, target_name: str = "h200") -> dict[str, Any]:
-    """Fit to journals and write the data file; returns what it holds.
+def refit(paths: Sequence[Path], out: Path | None = None, target_name: str = "h200") -> dict[str, Any]:
+    """Fit to journals and write the data file, by default the one that the model reads; returns what it holds.
 
     Raises:
         OSError: if a journal cannot be read, or `out` cannot be written.
-        ValueError: if there are no timings in them.
+        ValueError: if there are no timings in them, or some of another GPU.
     """
+    out = out or cost.DATA
     target = targets.named(target_name)
     timings, kernels = read(paths, target)
     k = fit(timings)
@@ -265,4 +268,5 @@ def refit(paths: Sequence[Path], out: Path = cost.DATA, target_name: str = "h200
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    cost.fitted.cache_clear()
     return data
