@@ -7,6 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python; do \
 VENV ?= .venv
 EXTRAS ?= tuning,dev
 PLAN ?= tuning/plans/nemotron3-super.toml
+TUNE_ARGS ?= --tp 1
 REPORT_DIR ?= reports
 PYTEST_ARGS ?=
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 help:
 	@echo 'make venv      create $(VENV) and install the project with constraints.txt and the extras [$(EXTRAS)]'
-	@echo 'make tune      sweep PLAN=$(PLAN), then draw the report'
+	@echo 'make tune      sweep PLAN=$(PLAN) with TUNE_ARGS=$(TUNE_ARGS), then draw the report'
 	@echo 'make test      run the tests'
 	@echo 'make test-gpu  run only the tests that need a GPU'
 	@echo 'make lint      ruff format --check, ruff check, mypy'
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 tune: venv
-	$(BIN)/python -m replayssm_tuning sweep --plan $(PLAN)
+	$(BIN)/python -m replayssm_tuning sweep --plan $(PLAN) $(TUNE_ARGS)
 	$(BIN)/python -m replayssm_tuning report
 
 test: venv

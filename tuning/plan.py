@@ -17,8 +17,12 @@ from .acceptance import Acceptance, Mix, read_histogram, stationary
 DEFAULT_TARGETS = ("sm_100a", "sm_90a")
 SHIPPED = Path(__file__).parent / "plans"
 _PROBLEM_FIELDS = {f.name for f in dataclasses.fields(Problem)}
-_TOP = {"name", "title", "source", "targets", "batches", "budget", "tp", "problem", "acceptance", "workload"}
+_TOP = {
+    *("name", "title", "source", "targets", "batches", "budget", "budget_per_workload", "tp"),
+    *("problem", "acceptance", "workload"),
+}
 _WORKLOAD = {"label", "acceptance"} | _PROBLEM_FIELDS
+_ONE_TOKEN = Acceptance("one-token", "T = 1 keeps the guaranteed token alone.", shares=(1.0,))
 
 
 class PlanError(ValueError):
@@ -52,7 +56,8 @@ class TuningPlan:
         name, title, source: of the file; the name is also the folder of its results.
         targets: architectures (or catalogue names) that estimates are made for where no GPU is used.
         batches: ascending batch buckets.
-        budget_s: seconds that a sweep may compile and measure.
+        budget_s: seconds that a sweep may compile and measure; a plan states it as a whole, or for each workload
+            (after the split over tensor-parallel sizes).
         workloads: at least one.
     """
 
@@ -127,10 +132,7 @@ def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[i
         raise PlanError(f"{path}: targets: got {names!r}, expected a list of names such as {list(DEFAULT_TARGETS)}")
     for name in names:
         targets_module.named(name)
-    try:
-        budget = seconds(data.get("budget", "4m"))
-    except ValueError as e:
-        raise PlanError(f"{path}: budget: {e}") from e
+    budget_key, budget = _budget(data)
 
     table = data.get("acceptance", {})
     if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
@@ -157,9 +159,11 @@ def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[i
         if missing:
             raise PlanError(f"{path}: {where}: {', '.join(sorted(missing))} missing (here or in [problem])")
         label = str(entry.get("label", f"T = {facts['tokens']}"))
+        whole = Problem.from_json(facts)
+        distribution = _ONE_TOKEN if whole.tokens == 1 else known[chosen]
         for size in sizes:
             workload = Workload(
-                label if size == 1 else f"{label}, TP {size}", _split(Problem.from_json(facts), size), known[chosen]
+                label if size == 1 else f"{label}, TP {size}", tensor_parallel(whole, size), distribution
             )
             workload.lengths  # noqa: B018  a mean outside 1..T is found now, not after compiling
             if any(w.problem == workload.problem for w in workloads):
@@ -171,9 +175,20 @@ def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[i
         source=" ".join(str(data.get("source", "")).split()),
         targets=tuple(names),
         batches=batches,
-        budget_s=budget,
+        budget_s=budget * (len(workloads) if budget_key == "budget_per_workload" else 1),
         workloads=tuple(workloads),
     )
+
+
+def _budget(data: dict[str, Any]) -> tuple[str, float]:
+    """The key that states the budget, and its seconds."""
+    if "budget" in data and "budget_per_workload" in data:
+        raise ValueError("budget: got budget and budget_per_workload, expected one of them")
+    key = "budget_per_workload" if "budget_per_workload" in data else "budget"
+    try:
+        return key, seconds(data.get(key, "4m"))
+    except ValueError as e:
+        raise ValueError(f"{key}: {e}") from e
 
 
 def _known(where: str, entry: dict[str, Any], allowed: set[str]) -> None:
@@ -191,27 +206,49 @@ def _ints(key: str, value: Any) -> tuple[int, ...]:
 def _acceptance(name: str, entry: dict[str, Any], path: Path) -> Acceptance:
     _known(f"acceptance.{name}", entry, {"source", "mean", "histogram", "histogram_file", "uniform"})
     shares: Any = entry.get("histogram")
+    source = str(entry.get("source", ""))
     if shares is not None and not (isinstance(shares, list) and all(isinstance(s, int | float) for s in shares)):
         raise ValueError(f"acceptance.{name}: histogram: got {shares!r}, expected a list of numbers")
     if "histogram_file" in entry:
         file = path.parent / str(entry["histogram_file"])
         if not file.is_file():
             raise ValueError(f"acceptance.{name}: histogram_file: no file {file}")
+        if shares is not None:
+            raise ValueError(f"acceptance.{name}: got histogram and histogram_file, expected one of them")
         shares = read_histogram(file)
+        source = source or _comments(file)
     return Acceptance(
         name=name,
-        source=" ".join(str(entry.get("source", "")).split()),
+        source=" ".join(source.split()),
         shares=None if shares is None else tuple(float(s) for s in shares),
         mean=entry.get("mean"),
         uniform=bool(entry.get("uniform", False)),
     )
 
 
-def _split(problem: Problem, tp: int) -> Problem:
-    """The problem of one tensor-parallel rank: heads and groups divided; a single group is replicated."""
-    if tp == 1:
-        return problem
-    groups = problem.groups // tp if problem.groups > 1 else 1
-    if problem.heads % tp or (problem.groups > 1 and problem.groups % tp):
-        raise ValueError(f"tp: {tp} does not divide {problem.heads} heads and {problem.groups} groups")
-    return dataclasses.replace(problem, heads=problem.heads // tp, groups=groups)
+def _comments(file: Path) -> str:
+    """The comment lines of a CSV: plans that share a histogram share the words on where it comes from."""
+    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("#").strip() for line in lines if line.startswith("#"))
+
+
+def tensor_parallel(problem: Problem, size: int) -> Problem:
+    """The problem of one tensor-parallel rank: heads and groups divided; a single group is replicated.
+
+    Raises:
+        ValueError: if heads, or two or more groups, do not divide by `size`, naming the sizes up to 64 that work.
+    """
+    replicated = problem.groups == 1
+
+    def divides(ranks: int) -> bool:
+        return problem.heads % ranks == 0 and (replicated or problem.groups % ranks == 0)
+
+    if not divides(size):
+        groups = "1 group (replicated)" if replicated else f"{problem.groups} groups"
+        sizes = ", ".join(str(n) for n in range(1, 65) if divides(n))
+        raise ValueError(
+            f"tp: got {size}, which does not divide {problem.heads} heads and {groups} of {problem.label()}; "
+            f"expected one of {sizes}"
+        )
+    groups_a_rank = 1 if replicated else problem.groups // size
+    return dataclasses.replace(problem, heads=problem.heads // size, groups=groups_a_rank)
