@@ -15,26 +15,35 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import checkpointing_ssu, explain, use_tables
+    from .cache import CacheSpec, LogicalState, ReplayCache, slots_that_fit
     from .config import TileConfig
     from .problem import Problem
     from .ring import commit
 
 _HOME = {
+    "CacheSpec": "cache",
+    "LogicalState": "cache",
     "Problem": "problem",
+    "ReplayCache": "cache",
     "TileConfig": "config",
     "checkpointing_ssu": "api",
     "commit": "ring",
     "explain": "api",
+    "slots_that_fit": "cache",
     "use_tables": "api",
 }
 
 __all__ = [
+    "CacheSpec",
+    "LogicalState",
     "Problem",
+    "ReplayCache",
     "TileConfig",
     "__version__",
     "checkpointing_ssu",
     "commit",
     "explain",
+    "slots_that_fit",
     "use_tables",
     "warmup",
 ]

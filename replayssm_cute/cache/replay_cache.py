@@ -1,0 +1,448 @@
+"""ReplayCache: the caches and cursors of a group of layers, and everything that happens to a slot between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .. import dtypes, ring
+from . import cursors, layout, migrate
+from .fold import fold
+from .layout import LayerTensors, Shared
+from .logical import LogicalState
+from .rows import Rows, Slots, as_counts, as_slots, check_range, check_slots, rows_of, values_checked
+from .spec import CacheSpec
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class ReplayCache:
+    """Caches and cursors of the layers that share slots; made by `allocate` or `from_pool`.
+
+    `slots` arguments are (b,) int32 or int64 tensors on the cache's device, or plain ints (copied there; not in a
+    graph). A negative slot, or `pad_slot_id`, is padding: nothing of it is read or written. Live slots of a call are
+    distinct where they are written. On the CPU, and on a GPU with REPLAYSSM_CHECK=1 outside captures, slots are
+    checked; elsewhere a slot outside the cache is undefined, as in every kernel.
+
+    reset, commit, begin_step, settle, materialize, copy and prefill_handoff are torch operations of fixed shape on
+    the current stream: no host sync, cursors and caches at fixed addresses, so that they can be captured in a CUDA
+    graph (temporaries then come from the graph's own memory). export_slots, import_slots and set_decay are host
+    operations.
+
+    Two ways to commit, per slot one at a time: `commit` after sampling; or `begin_step` before each step, which
+    commits the window before (its length is kept per slot until then: the window is *open*).
+
+    Attributes:
+        spec: the CacheSpec.
+        slots: number of slots.
+        device: where the tensors are.
+        pad_slot_id: the slot that stands for padding beside negative ones.
+        layers: the tensors of each layer.
+        ring_start, pnat: (slots,) int32 cursors.
+        last_tokens: (slots,) int32, tokens of each slot's open window, 0 for none.
+        A: (layers, H) f32.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, pad_slot_id: int = -1
+    ) -> None:
+        if not isinstance(pad_slot_id, int) or isinstance(pad_slot_id, bool):
+            raise TypeError(f"pad_slot_id: got {type(pad_slot_id).__name__}, expected int")
+        self.spec = spec
+        self.layers = layers
+        self.pad_slot_id = pad_slot_id
+        self.slots: int = shared.pnat.shape[0]
+        self.device = shared.pnat.device
+        self.ring_start, self.pnat, self.last_tokens, self.A = (
+            shared.ring_start, shared.pnat, shared.last_tokens, shared.A
+        )  # fmt: skip
+        self._shared = shared
+        self._decays: set[int] = set()
+        # As integers: a copy of a NaN as a float need not keep its payload.
+        self._bits = [
+            tuple(t.view(_BITS[t.element_size()]) for t in (layer.state, layer.x_cache, layer.B_cache, layer.dt_cache))
+            for layer in layers
+        ]
+
+    # -----------------------------------------------------------------------------------------------
+    # Making
+    # -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: CacheSpec,
+        slots: int,
+        device: torch.device | str = "cuda",
+        *,
+        A: Sequence[torch.Tensor] | None = None,
+        pad_slot_id: int = -1,
+    ) -> ReplayCache:
+        """A cache in one zeroed allocation of exactly `spec.total_bytes(slots)` bytes.
+
+        Args:
+            spec, slots: what, and for how many slots (a null slot counted).
+            device: where.
+            A: of each layer, see `set_decay`.
+            pad_slot_id: the slot that stands for padding beside negative ones.
+
+        Raises:
+            ValueError, TypeError: for bad arguments.
+        """
+        layers, shared = layout.allocate(spec, slots, torch.device(device))
+        return cls(spec, layers, shared, pad_slot_id)._with(A)
+
+    @classmethod
+    def from_pool(
+        cls,
+        spec: CacheSpec,
+        pool: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        offsets: Mapping[str, int] | None = None,
+        A: Sequence[torch.Tensor] | None = None,
+        pad_slot_id: int = -1,
+    ) -> ReplayCache:
+        """A cache whose layers are views into pages that an engine owns; cursors and A are allocated here, zeroed.
+
+        Nothing in the pool is written: reset a slot before its first use. Bytes between the tensors are never touched.
+
+        Args:
+            spec: what a slot of a layer holds.
+            pool: for each layer, (slots, bytes) uint8 or int8 with stride 1 on bytes and any slot stride that is a
+                multiple of 16; or one (layers, slots, bytes) tensor. A slot's tensors start at multiples of 16 bytes.
+            offsets: bytes from the start of a slot to "state", "x_cache", "B_cache" and "dt_cache", multiples of 16;
+                default packed in this order (`spec.page_offsets()`, `spec.page_bytes` in all).
+            A, pad_slot_id: as in `allocate`.
+
+        Raises:
+            TypeError: a page that is no tensor of bytes.
+            ValueError: a number of layers or slots, rank, device, stride, alignment, offset or size that does not
+                fit, or layers that share bytes; naming the page, what came and what was expected.
+        """
+        layers = layout.from_pool(spec, pool, offsets)
+        state = layers[0].state
+        return cls(spec, layers, layout.shared(spec, state.shape[0], state.device), pad_slot_id)._with(A)
+
+    def _with(self, A: Sequence[torch.Tensor] | None) -> ReplayCache:
+        if A is not None:
+            if len(A) != self.spec.layers:
+                raise ValueError(f"A: got {len(A)} layers, expected {self.spec.layers}")
+            for layer, each in enumerate(A):
+                self.set_decay(layer, each)
+        return self
+
+    def set_decay(self, layer: int, A: torch.Tensor) -> None:
+        """Give a layer's A, which folding live rows needs: (H,), or (H, P, N) with strides 0 as the step takes it.
+
+        Raises:
+            TypeError, ValueError, IndexError: for a wrong dtype, shape, stride or layer.
+        """
+        spec = self.spec
+        self._layer(layer)
+        if not isinstance(A, torch.Tensor) or dtypes.NAME.get(A.dtype) not in dtypes.WEIGHT:
+            got = A.dtype if isinstance(A, torch.Tensor) else type(A).__name__
+            raise TypeError(f"A: got {got}, expected a tensor of {', '.join(dtypes.WEIGHT)}")
+        if tuple(A.shape) == (spec.heads, spec.head_dim, spec.d_state):
+            if A.stride(1) or A.stride(2):
+                raise ValueError(f"A: got strides {A.stride()}, expected 0 on P and N: one value a head")
+            A = A[:, 0, 0]
+        if tuple(A.shape) != (spec.heads,):
+            raise ValueError(
+                f"A: got shape {tuple(A.shape)}, expected {(spec.heads,)} or "
+                f"{(spec.heads, spec.head_dim, spec.d_state)}"
+            )
+        self.A[layer].copy_(A)
+        self._decays.add(layer)
+
+    # -----------------------------------------------------------------------------------------------
+    # A step
+    # -----------------------------------------------------------------------------------------------
+
+    def step_args(self, layer: int) -> dict[str, torch.Tensor]:
+        """The first six arguments of `checkpointing_ssu` for a layer, by name; its T is `spec.tokens`.
+
+        Raises:
+            IndexError: for a layer that is not there.
+        """
+        t = self.layers[self._layer(layer)]
+        return {
+            "state": t.state,
+            "x_cache": t.x_cache,
+            "B_cache": t.B_cache,
+            "dt_cache": t.dt_cache,
+            "ring_start": self.ring_start,
+            "prev_num_accepted_tokens": self.pnat,
+        }
+
+    def commit(self, slots: Slots, num_accepted: Slots, query_lens: Slots | None = None) -> None:
+        """Advance the cursors after sampling, once per model step for all layers. Graph-safe.
+
+        If the step flushed a row (pnat + T_i > W), its ring starts anew with the accepted tokens; else they are added
+        to its live rows. A window that `begin_step` opened is closed by this.
+
+        Args:
+            slots: (b,) the step's slots.
+            num_accepted: (b,) int32 or int64 accepted tokens, clamped to 0..T_i. 0 is legal, also on a flush.
+            query_lens: (b,) int32 or int64, the tokens T_i <= T that each row ran; a row with 0 keeps its cursors.
+                None: every row ran T.
+
+        Raises:
+            TypeError, ValueError: wrong arguments, by name.
+        """
+        slots, rows = self._rows(slots)
+        if rows is None:
+            return
+        accepted = as_counts("num_accepted", num_accepted, self.device, len(slots))
+        slot = rows.slots(slots)
+        if query_lens is None:
+            ring.commit(
+                self.ring_start,
+                self.pnat,
+                slots,
+                accepted,
+                tokens=self.spec.tokens,
+                window=self.spec.window,
+                pad_slot_id=self.pad_slot_id,
+            )
+        else:
+            lens = self._lens(query_lens, slots)
+            lens = torch.where(rows.any_live, lens[rows.index], 0)
+            cursors.advance(self._shared, self.spec, slot, accepted[rows.index], lens)
+        cursors.track(self._shared, rows, slot, 0)
+
+    def begin_step(self, slots: Slots, num_accepted: Slots, query_lens: Slots | None = None) -> None:
+        """The deferred form of `commit`: at the start of a step, close each slot's window before and open this one.
+
+        A slot without an open window (after a reset, import, copy of such a slot, ...) ignores its count, so that a
+        stale one does no harm. Graph-safe.
+
+        Args:
+            slots: (b,) the slots of the step that begins.
+            num_accepted: (b,) tokens accepted of each slot's window before, clamped to 0..its length.
+            query_lens: (b,) tokens T_i <= T that each row runs in this step; None: T. 0 leaves no window open.
+
+        Raises:
+            TypeError, ValueError: wrong arguments, by name.
+        """
+        slots, rows = self._rows(slots)
+        if rows is None:
+            return
+        accepted = as_counts("num_accepted", num_accepted, self.device, len(slots))
+        now: torch.Tensor | int = self.spec.tokens
+        if query_lens is not None:
+            now = self._lens(query_lens, slots)[rows.index].clamp(0, self.spec.tokens)
+        slot = rows.slots(slots)
+        before = torch.where(rows.any_live, self.last_tokens[slot], 0)
+        cursors.advance(self._shared, self.spec, slot, accepted[rows.index], before)
+        cursors.track(self._shared, rows, slot, now)
+
+    def settle(self, slots: Slots, num_accepted: Slots) -> None:
+        """Close the open windows of slots without a step to follow: before export, copy or materialize. Graph-safe.
+
+        Args and errors as in `begin_step`.
+        """
+        slots = as_slots("slots", slots, self.device)
+        self.begin_step(slots, num_accepted, torch.zeros_like(slots))
+
+    # -----------------------------------------------------------------------------------------------
+    # Between steps
+    # -----------------------------------------------------------------------------------------------
+
+    def reset(self, slots: Slots, *, zero_state: bool = True) -> None:
+        """Make slots new: empty ring, no open window, and a logical state of zero. Graph-safe.
+
+        Args:
+            slots: (b,) slots, at admission and after preemption.
+            zero_state: False leaves the checkpoints as they are, for a caller that writes all of them next.
+
+        Raises:
+            TypeError, ValueError: wrong slots.
+        """
+        slots, rows = self._rows(slots)
+        if rows is None:
+            return
+        slot = rows.slots(slots)
+        cursors.clear(self._shared, rows, slot)
+        if zero_state:
+            for state, *_ in self._bits:
+                state.index_copy_(0, slot, torch.where(rows.any_live, 0, state[slot]))
+
+    def materialize(self, src_slots: Slots, dst_slots: Slots, count: Slots) -> None:
+        """Fold the first `count` live rows of each source into its checkpoint and put that into a destination slot.
+
+        Afterwards a destination holds the folded state in all layers, an empty ring and no open window. It is as if
+        every source were read before anything is written: sources may be destinations, in any permutation, and one
+        source may serve several destinations. Sources that are no destinations do not change. Where a source is its
+        own destination, its rows beyond `count` are given up. Rows of an open window are not live yet (`settle`).
+        Count 0 copies the checkpoint bit for bit. Arithmetic is f32, rounded once to the state's dtype. Graph-safe.
+
+        Args:
+            src_slots, dst_slots: (b,) slots; a row is padding if either is.
+            count: (b,) int32 or int64, clamped to 0..the live rows of the source.
+
+        Raises:
+            RuntimeError: if a layer's A was not given (`set_decay`).
+            TypeError, ValueError: wrong arguments, by name.
+        """
+        self._need_decays()
+        pair = self._pair(src_slots, dst_slots)
+        if pair is None:
+            return
+        rows, src, dst = pair
+        batch = len(src)
+        wanted = as_counts("count", count, self.device, batch)[rows.index]
+        start, live = self.ring_start[src], self.pnat[src]
+        folds = torch.where(rows.any_live, torch.minimum(wanted.to(live.dtype).clamp(min=0), live), 0)
+        for i, layer in enumerate(self.layers):
+            state = self._bits[i][0]
+            folded = fold(layer, self.A[i], src, start, folds, self.spec.window).to(layer.state.dtype)
+            exact = (folds == 0)[:, None, None, None]
+            state.index_copy_(0, dst, torch.where(exact, state[src], folded.view(state.dtype)))
+        cursors.clear(self._shared, rows, dst)
+
+    def copy(self, src_slots: Slots, dst_slots: Slots) -> None:
+        """Copy whole slots bit for bit: checkpoint, ring with its phase, cursors and open window. Graph-safe.
+
+        As if every source were read before anything is written (see `materialize`).
+
+        Args:
+            src_slots, dst_slots: (b,) slots; a row is padding if either is.
+
+        Raises:
+            TypeError, ValueError: wrong arguments, by name.
+        """
+        pair = self._pair(src_slots, dst_slots)
+        if pair is None:
+            return
+        _, src, dst = pair
+        for t in (*(t for layer in self._bits for t in layer), self.ring_start, self.pnat, self.last_tokens):
+            t.index_copy_(0, dst, t[src])
+
+    def prefill_handoff(
+        self, slots: Slots, states: torch.Tensor | Sequence[torch.Tensor], *, layer: int | None = None
+    ) -> None:
+        """Put the final states of a prefill scan into slots, with an empty ring and no open window. Graph-safe.
+
+        Args:
+            slots: (b,) slots.
+            states: (b, H, P, N) of any float dtype for each layer, rounded to the state's; a sequence, or one
+                (layers, b, H, P, N) tensor.
+            layer: hand over this layer alone; `states` is then its (b, H, P, N). Call it for every layer.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong arguments, by name.
+        """
+        slots, rows = self._rows(slots)
+        indices = range(self.spec.layers) if layer is None else [self._layer(layer)]
+        given: list[torch.Tensor] = [states] if layer is not None else list(states)  # type: ignore[list-item]
+        if len(given) != len(indices):
+            raise ValueError(f"states: got {len(given)} layers, expected {len(indices)}")
+        shape = (len(slots), self.spec.heads, self.spec.head_dim, self.spec.d_state)
+        for i, each in zip(indices, given, strict=True):
+            if not isinstance(each, torch.Tensor) or not each.is_floating_point():
+                got = each.dtype if isinstance(each, torch.Tensor) else type(each).__name__
+                raise TypeError(f"states: got {got} for layer {i}, expected a float tensor")
+            if tuple(each.shape) != shape or each.device != self.device:
+                raise ValueError(
+                    f"states: got shape {tuple(each.shape)} on {each.device} for layer {i}, expected {shape} on "
+                    f"{self.device}"
+                )
+        if rows is None:
+            return
+        slot = rows.slots(slots)
+        for i, each in zip(indices, given, strict=True):
+            bits = self._bits[i][0]
+            entering = each[rows.index].to(self.layers[i].state.dtype).view(bits.dtype)
+            bits.index_copy_(0, slot, torch.where(rows.any_live, entering, bits[slot]))
+        cursors.clear(self._shared, rows, slot)
+
+    # -----------------------------------------------------------------------------------------------
+    # To and from elsewhere
+    # -----------------------------------------------------------------------------------------------
+
+    def export_slots(self, slots: Slots) -> LogicalState:
+        """The logical states of slots as CPU tensors. Synchronizes; the cache is unchanged.
+
+        Args:
+            slots: (n,) slots, no padding.
+
+        Raises:
+            ValueError: a slot outside the cache, or with an open window (`settle` it first).
+            TypeError: a wrong type or dtype.
+        """
+        slots = as_slots("slots", slots, self.device)
+        check_range("slots", slots, 0, self.slots - 1)
+        return migrate.export(self.spec, self.layers, self._shared, slots.long())
+
+    def import_slots(self, slots: Slots, state: LogicalState) -> None:
+        """Put exported logical states into slots. Synchronizes.
+
+        The state may come from another W, T, ring phase or state dtype. Live rows beyond this cache's W are folded
+        into the checkpoint, the oldest ones, exactly so many that the rest fits; what needs no fold and no other
+        dtype enters bit for bit. Afterwards rings start at 0 and no window is open.
+
+        Args:
+            slots: (n,) distinct slots, no padding, one for each slot of `state`.
+            state: from `export_slots` or `LogicalState.from_dict`.
+
+        Raises:
+            ValueError: a damaged or mismatched state, or wrong slots; nothing is written then.
+            TypeError: a wrong type or dtype.
+            RuntimeError: rows must be folded and a layer's A was not given (`set_decay`); nothing is written.
+        """
+        if not isinstance(state, LogicalState):
+            raise TypeError(f"state: got {type(state).__name__}, expected LogicalState")
+        state.check()
+        if why := migrate.mismatch(self.spec, state.spec):
+            raise ValueError(why)
+        slots = as_slots("slots", slots, self.device, len(state))
+        check_slots("slots", slots, self.slots, torch.ones_like(slots, dtype=torch.bool))
+        if bool(migrate.surplus(self.spec, state).any()):
+            self._need_decays()
+        migrate.enter(self.spec, self.layers, self._shared, slots.long(), state)
+
+    # -----------------------------------------------------------------------------------------------
+    # Checks
+    # -----------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int) -> int:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.spec.layers:
+            raise IndexError(f"layer: got {layer!r}, expected 0..{self.spec.layers - 1}")
+        return layer
+
+    def _need_decays(self) -> None:
+        missing = sorted(set(range(self.spec.layers)) - self._decays)
+        if missing:
+            raise RuntimeError(f"A of layer {missing[0]} was not given, and folding live rows needs it: set_decay")
+
+    def _live(self, slots: torch.Tensor) -> torch.Tensor:
+        return (slots != self.pad_slot_id) & (slots >= 0)
+
+    def _rows(self, slots: Slots) -> tuple[torch.Tensor, Rows | None]:
+        """Checked slots that are to be written, and their rows; None for an empty batch."""
+        slots = as_slots("slots", slots, self.device)
+        if len(slots) == 0:
+            return slots, None
+        if values_checked(self.device):
+            check_slots("slots", slots, self.slots, self._live(slots))
+        return slots, rows_of(self.pad_slot_id, slots)
+
+    def _pair(self, src: Slots, dst: Slots) -> tuple[Rows, torch.Tensor, torch.Tensor] | None:
+        """Rows, sources and destinations to index with; a batch without live rows copies slot 0 to itself."""
+        src = as_slots("src_slots", src, self.device)
+        dst = as_slots("dst_slots", dst, self.device, len(src))
+        if len(src) == 0:
+            return None
+        if values_checked(self.device):
+            live = self._live(src) & self._live(dst)
+            check_slots("src_slots", src, self.slots, live, distinct=False)
+            check_slots("dst_slots", dst, self.slots, live)
+        rows = rows_of(self.pad_slot_id, src, dst)
+        return rows, rows.slots(src), rows.slots(dst)
+
+    def _lens(self, query_lens: Slots, slots: torch.Tensor) -> torch.Tensor:
+        lens = as_counts("query_lens", query_lens, self.device, len(slots))
+        if values_checked(self.device):
+            check_range("query_lens", lens, 0, self.spec.tokens, self._live(slots))
+        return lens
