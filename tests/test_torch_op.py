@@ -70,7 +70,7 @@ def test_only_the_declared_tensors_are_written() -> None:
 def test_bad_input_is_named_there_too() -> None:
     call = random_call(SMALL, 3)
     call.x = call.x[:, :, :, :8]
-    with pytest.raises(ValueError, match="^x: got shape"):
+    with pytest.raises(ValueError, match=r"^x: got shape"):
         torch_op.step(*positional(call))
 
 
