@@ -62,7 +62,7 @@ class Constants:
         write_factor: read bytes that a written one costs (read-write turnaround).
         ring_trip_us: what reading the whole ring saves a CTA's start: a trip to memory in a row.
         wave: share of a wave's empty slots that is lost.
-        last, last_tail: share of a CTA's time that its multiprocessor waits at the end, without and with a tail.
+        last, last_tail: share of the `last` pieces that a multiprocessor waits at the end, without and with a tail.
         norm: how softly the limits join.
     """
 
@@ -216,7 +216,7 @@ class Load:
         whole: whether the whole ring is read.
         fair: pieces of a slot (place of a resident CTA) if all took the same.
         uneven: pieces that the fullest slot has more, for whole waves of large CTAs.
-        last: pieces of the CTAs that end last; 0 in a single wave.
+        last: pieces after the first of the CTAs that end last: flushes make some CTAs longer.
         tail: whether small CTAs fill the end.
     """
 
@@ -262,9 +262,9 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     one_wave = ctas <= slots
     longest = heads if large else 1
     if one_wave:  # the largest CTA decides, and nothing evens out
-        starts, rounds, fair, uneven, last = 1 / longest, 1 / longest, float(longest), 0.0, 0
+        starts, rounds, fair, uneven = 1 / longest, 1 / longest, float(longest), 0.0
     else:
-        starts, rounds, fair, last = ctas / pieces, large / pieces, pieces / slots, longest
+        starts, rounds, fair = ctas / pieces, large / pieces, pieces / slots
         uneven = max(0.0, -(-large // slots) * heads - fair)
     # 1 GB/s is 1e3 bytes per microsecond
     share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
@@ -286,7 +286,7 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         whole=config.ring == "whole",
         fair=fair,
         uneven=uneven,
-        last=last,
+        last=longest - 1,
         tail=config.tail_rows > 0,
     )
 
