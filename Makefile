@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python; do \
 VENV ?= .venv
 EXTRAS ?= tuning,dev
 PLAN ?= tuning/plans/nemotron3-super.toml
-TUNE_ARGS ?= --tp 1
+TUNE_ARGS ?= --tp 1 --budget 225s
 REPORT_DIR ?= reports
 PYTEST_ARGS ?=
 
