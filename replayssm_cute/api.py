@@ -119,7 +119,8 @@ def checkpointing_ssu(
     if config is not None and not isinstance(config, TileConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected TileConfig or None")
     _check_values(problem, x, ring_start, prev_num_accepted_tokens, state_batch_indices, pad_slot_id)
-    with torch.no_grad():
+    # Kernels write tensors of any mode; inference mode is the only one in which torch does too.
+    with torch.inference_mode():
         return checkpointing_ssu_reference(
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
             dt_bias, dt_softplus, state_batch_indices, pad_slot_id,
@@ -225,18 +226,22 @@ def explain(
         names = ("state_scale", "rand_seed", "cu_seqlens", "max_seqlen")
         not_served(*(given[n] for n in names))
         skipped = (*names, "philox_rounds", "pad_slot_id", "config")
-        problem = from_tensors(**{k: v for k, v in given.items() if k not in skipped})
+        problem = plan.problem_of(**{k: v for k, v in given.items() if k not in skipped})
         batch, config = given["x"].shape[0], given["config"]
         if given["state"].is_cuda:
             device = given["state"].get_device()
         elif target is None:
             return Explanation(problem, batch, None, None)
+    elif not isinstance(problem, Problem):
+        raise TypeError(f"problem: got {type(problem).__name__}, expected Problem or None")
     elif args or set(kwargs) - {"config"}:
         raise TypeError("problem: give either a problem and a batch or the call's tensors, not both")
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ValueError(f"batch: got {batch!r}, expected a positive int")
     if isinstance(target, str):
         target = named(target)
+    elif target is not None and not isinstance(target, Target):
+        raise TypeError(f"target: got {type(target).__name__}, expected Target, str or None")
     if target is None:
         if device is None and not torch.cuda.is_available():
             raise ValueError('target: got None without a GPU, expected a Target or a name such as "b300" or "sm_100a"')

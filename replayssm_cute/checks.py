@@ -12,6 +12,12 @@ def enabled() -> bool:
     return os.environ.get("REPLAYSSM_CHECK", "0") not in ("", "0")
 
 
+def live_rows(slots: torch.Tensor, pad_slot_id: int) -> torch.Tensor:
+    """(batch,) bool: which rows are no padding. Compared as int64: torch wraps the id into the indices' type."""
+    slots = slots.long()
+    return (slots != pad_slot_id) & (slots >= 0)
+
+
 def check_values(
     ring_start: torch.Tensor,
     prev_num_accepted_tokens: torch.Tensor,
@@ -30,9 +36,9 @@ def check_values(
     slots = ring_start.shape[0]
     if state_batch_indices is None:
         live = torch.arange(batch, device=ring_start.device)
-        rows = live
+        live = rows = live[live_rows(live, pad_slot_id)]
     else:
-        rows = torch.nonzero((state_batch_indices != pad_slot_id) & (state_batch_indices >= 0)).flatten()
+        rows = torch.nonzero(live_rows(state_batch_indices, pad_slot_id)).flatten()
         live = state_batch_indices[rows].long()
         _refuse(
             "state_batch_indices", live, rows, live >= slots, f"a slot below {slots}, a negative one or pad_slot_id"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import ring
+from . import checks, ring
 from .calls import WRITTEN, Call
 from .problem import Problem
 from .reference import checkpointing_ssu_reference
@@ -105,7 +105,7 @@ def errors(before: Call, after: Call) -> Errors:
     device = before.x.device
     slots = before.state_batch_indices
     slots = torch.arange(batch, device=device) if slots is None else slots
-    live = (slots != before.pad_slot_id) & (slots >= 0)
+    live = checks.live_rows(slots, before.pad_slot_id)
     index = slots[live].long()
     window, tokens = before.x_cache.shape[2] - before.x.shape[1], before.x.shape[1]
     pnat = before.prev_num_accepted_tokens[index]

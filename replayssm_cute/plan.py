@@ -11,6 +11,7 @@ in the caller's terms, or for the plan of another problem that shares the signat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, tables
+from . import calls, compiler, dtypes, selfcheck, tables
 from .config import TileConfig
 from .problem import Problem, from_tensors
 from .target import Target, of_device
 
 _LIMIT = 8192  # signatures kept; a server sees some hundred
 _INT64 = 1 << 63
+_OFFSET_LIMIT = 1 << 31  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def run(
         pad_slot_id,
     )
     if plan is None:
-        problem = from_tensors(*args[:15], dt_softplus, state_batch_indices, enable_pdl)
+        problem = problem_of(*args[:15], dt_softplus, state_batch_indices, enable_pdl)
         check_pad_slot_id(pad_slot_id)
         plan = make(problem, x.shape[0], state.get_device(), config)
         with _lock:
@@ -152,12 +154,52 @@ def run(
     try:
         _launch(plan, args)
     except (ValueError, TypeError, OverflowError, RuntimeError):  # the last for tensors without memory ("meta")
-        problem = from_tensors(*args[:15], dt_softplus, state_batch_indices, enable_pdl)
+        problem = problem_of(*args[:15], dt_softplus, state_batch_indices, enable_pdl)
         check_pad_slot_id(pad_slot_id)
         if problem == plan.problem:
             raise
         _launch(make(problem, x.shape[0], state.get_device(), config), args)
     return out
+
+
+def problem_of(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: torch.Tensor | None,
+    enable_pdl: bool,
+) -> Problem:
+    """The problem that runs a call: `problem.from_tensors`, with its checks and errors, and addresses that fit.
+
+    Kernels of compact problems reach everything inside a slot or batch row by 32-bit offsets. Where a slot or a
+    stride of tokens is too large for that, the general kernel, with 64-bit addresses, serves.
+    """
+    problem = from_tensors(
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+        dt_softplus, state_batch_indices, enable_pdl,
+    )  # fmt: skip
+    tensors = (state, x_cache, B_cache, x, B, C, out) if z is None else (state, x_cache, B_cache, x, B, C, out, z)
+    if problem.compact and any(_reach(t) >= _OFFSET_LIMIT for t in tensors):
+        return dataclasses.replace(problem, compact=False)
+    return problem
+
+
+def _reach(t: torch.Tensor) -> int:
+    """The largest offset, in elements, inside one entry of dimension 0."""
+    return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
 def _launch(plan: Plan, args: tuple[Any, ...]) -> None:
@@ -208,41 +250,79 @@ def make(problem: Problem, batch: int, device: int, config: TileConfig | None = 
 
     Raises:
         ValueError: if `config` is given and not valid.
-        RuntimeError: during a capture, if the kernel is not on the device yet; or if there are no kernels for this GPU.
+        RuntimeError: during a capture, if the kernel is not on the device yet; if there are no kernels for this GPU;
+            or if all of them, or the one that `config` asks for, failed their self-check on it.
     """
     target = device_target(device)
     if config is not None:
         choice = forced(problem, config, target)
+        if not _ready(problem, config, device, batch):
+            raise selfcheck.refusal(problem, [config], device)
     else:
         choice = tables.choose(problem, batch, target)
         if not compiler.capturing():
             prepare(problem, device)
-    if (problem, choice.config, device) not in _touched:
-        if compiler.capturing():
-            raise compiler.capture_error(problem, choice.config, batch)
-        touch(problem, choice.config, device)
+        choice = eligible(problem, batch, choice, device)
     return Plan(problem, batch, choice, device, compiler.get(problem, choice.config, target, batch=batch))
 
 
+def eligible(problem: Problem, batch: int, choice: tables.Choice, device: int) -> tables.Choice:
+    """`choice`, or what serves in its place where its kernel failed its self-check on the device.
+
+    Raises:
+        RuntimeError: if no kernel is left; during a capture, if one that has to be asked is not on the device yet.
+    """
+    if _ready(problem, choice.config, device, batch):
+        return choice
+    others = selfcheck.substitutes(problem, batch, device_target(device))
+    for config in others:
+        if _ready(problem, config, device, batch):
+            reason = f"config {choice.config.label()} ({choice.source}) failed its self-check on this GPU"
+            return tables.Choice(config, "fallback", reason)
+    raise selfcheck.refusal(problem, list(dict.fromkeys((choice.config, *others))), device)
+
+
+def _ready(problem: Problem, config: TileConfig, device: int, batch: int) -> bool:
+    """Whether a kernel is on the device and may serve; outside a capture it is put there first."""
+    if (problem, config, device) in _touched:
+        return True
+    if compiler.capturing():
+        if selfcheck.excluded(problem, config, device):
+            return False
+        raise compiler.capture_error(problem, config, batch)
+    return touch(problem, config, device)
+
+
 def prepare(problem: Problem, device: int) -> None:
-    """Compile or load every config that the tables can return for `problem`, and put its code on the device, once."""
+    """Compile or load every config that the tables can return for `problem`, and put its code on the device, once.
+
+    Where one fails its self-check, what serves in its place is prepared too.
+    """
     if (problem, device) in _prepared:
         return
     with _lock:
         if (problem, device) not in _prepared:
-            for config in tables.candidates(problem, device_target(device)):
-                touch(problem, config, device)
+            failed = [c for c in tables.candidates(problem, device_target(device)) if not touch(problem, c, device)]
+            for batch in (1, selfcheck.LARGE) if failed else ():
+                eligible(problem, batch, tables.Choice(failed[0], "default", ""), device)
             _prepared.add((problem, device))
 
 
-def touch(problem: Problem, config: TileConfig, device: int) -> None:
-    """Load one kernel and launch it once on scratch tensors: its code reaches the device with its first launch."""
+def touch(problem: Problem, config: TileConfig, device: int) -> bool:
+    """Load one kernel and launch it once on scratch tensors: its code reaches the device with its first launch.
+
+    Returns:
+        Whether it may serve; False, and nothing is launched, if it failed its self-check on the device.
+    """
     with _lock:
         if (problem, config, device) not in _touched:
+            if not selfcheck.passed(problem, config, device):
+                return False
             kernel = compiler.get(problem, config, device_target(device))
             with on_device(device):
                 kernel(*kernel_args(scratch_call(problem, tensor_device(device))))
             _touched.add((problem, config, device))
+        return True
 
 
 def tensor_device(index: int) -> torch.device:

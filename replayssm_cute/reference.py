@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import ring
+from . import checks, ring
 
 
 def checkpointing_ssu_reference(
@@ -46,7 +46,7 @@ def checkpointing_ssu_reference(
     """
     batch, tokens, heads, _ = x.shape
     slots = state_batch_indices if state_batch_indices is not None else torch.arange(batch, device=x.device)
-    live_row = (slots != pad_slot_id) & (slots >= 0)
+    live_row = checks.live_rows(slots, pad_slot_id)
     out[~live_row] = 0
     index = slots[live_row].long()
     if index.numel() == 0:

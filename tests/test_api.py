@@ -41,6 +41,41 @@ def test_weights_that_require_gradients_are_no_obstacle() -> None:
     assert not replayssm_cute.checkpointing_ssu(**call.kwargs()).requires_grad
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_tensors_made_in_inference_mode_are_served_in_and_out_of_it(inside: bool) -> None:
+    with torch.inference_mode():
+        call = random_call(SMALL, 4, padding=[2])
+    expected = random_call(SMALL, 4, padding=[2])
+    checkpointing_ssu_reference(**expected.kwargs())
+    with torch.inference_mode(inside):
+        replayssm_cute.checkpointing_ssu(**call.kwargs())
+    for name in calls.WRITTEN:
+        torch.testing.assert_close(getattr(call, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("beyond", [1 << 32, -(1 << 32)])
+def test_a_pad_slot_id_beyond_the_indices_type_names_no_slot(beyond: int) -> None:
+    """torch compares in the tensor's type, where 2^32 is 0; kernels compare in int64."""
+    call = random_call(SMALL, 3)
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    assert call.state_batch_indices is not None
+    call.pad_slot_id = beyond + int(call.state_batch_indices[0])
+    replayssm_cute.checkpointing_ssu(**call.kwargs())
+    assert torch.equal(call.out, expected.out)
+
+
+def test_a_padding_row_without_indices_is_not_checked() -> None:
+    """Row i uses slot i; where that is the padding slot, its cursors may hold anything."""
+    call = random_call(dataclasses.replace(SMALL, index_dtype=None), 3, pad_slot_id=1)
+    call.ring_start[1], call.prev_num_accepted_tokens[1] = 99, -5
+    replayssm_cute.checkpointing_ssu(**call.kwargs())
+    assert not call.out[1].any() and call.out[0].any() and call.out[2].any()
+    call.prev_num_accepted_tokens[2] = 99
+    with pytest.raises(ValueError, match="prev_num_accepted_tokens: got 99 for batch row 2"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs())
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("state_scale", torch.ones(1)), ("rand_seed", torch.ones(1)), ("cu_seqlens", torch.ones(1)), ("max_seqlen", 4)],
@@ -179,6 +214,10 @@ def test_explain_refuses_half_a_question() -> None:
         replayssm_cute.explain(problem=SMALL, target="h200")
     with pytest.raises(ValueError, match="unknown target 'h900'"):
         replayssm_cute.explain(problem=SMALL, batch=1, target="h900")
+    with pytest.raises(TypeError, match="problem: got dict, expected Problem or None"):
+        replayssm_cute.explain(problem={}, batch=1, target="h200")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="target: got int, expected Target, str or None"):
+        replayssm_cute.explain(problem=SMALL, batch=1, target=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not both"):
         replayssm_cute.explain(problem=SMALL, batch=1, target="h200", **random_call(SMALL, 2).kwargs())
     with pytest.raises(TypeError, match="missing a required argument"):

@@ -59,7 +59,7 @@ def test_known_signature_is_not_checked_or_planned_again(cpu_as_gpu: None, monke
         raise AssertionError("a warm call went down the slow path")
 
     before = launches()
-    monkeypatch.setattr(plan, "from_tensors", never)
+    monkeypatch.setattr(plan, "problem_of", never)
     monkeypatch.setattr(plan, "make", never)
     monkeypatch.setattr(compiler, "get", never)
     run(random_call(SMALL, 3, seed=1))  # other tensors, the same signature
@@ -116,6 +116,59 @@ def test_problems_that_share_a_signature_get_their_own_kernels(
         run(call)
         assert torch.equal(call.x_cache, expected.x_cache)
     assert len(plan._plans) == 1
+
+
+WIDE_STRIDES: dict[str, tuple[int, ...]] = {
+    # heads and groups as if contiguous; the second token begins one stride further
+    "x": (64, 1 << 31, 64, 1),
+    "B": (1 << 33, (1 << 31) - 64, 64, 1),
+    "C": (64, 1 << 32, 64, 1),
+    "z": (64, 1 << 40, 64, 1),
+    "out": (256, 1 << 31, 64, 1),
+}
+
+
+def on_meta(call: Call) -> dict[str, Any]:
+    return {
+        k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
+        for k, v in call.kwargs().items()
+        if k != "pad_slot_id"
+    }
+
+
+@pytest.mark.parametrize("name", WIDE_STRIDES)
+def test_tokens_too_far_apart_for_32_bit_offsets_get_the_general_kernel(name: str) -> None:
+    """Kernels of compact problems would wrap around, to an address before the tensor."""
+    given = on_meta(random_call(dataclasses.replace(SMALL, has_z=True), 2))
+    assert plan.problem_of(**given, enable_pdl=False).compact
+    t, strides = given[name], WIDE_STRIDES[name]
+    given[name] = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
+    assert not plan.problem_of(**given, enable_pdl=False).compact
+    near = (strides[0], (1 << 31) - t.shape[2] * 64, *strides[2:])  # the last offset is 2^31 - 64
+    given[name] = torch.empty_strided(t.shape, near, dtype=t.dtype, device="meta")
+    assert plan.problem_of(**given, enable_pdl=False).compact
+
+
+def test_a_slot_too_large_for_32_bit_offsets_gets_the_general_kernel() -> None:
+    for heads, compact in ((131072, True), (131080, False)):  # of 128 x 128 elements
+        problem = dataclasses.replace(SMALL, heads=heads, groups=8, head_dim=128, d_state=128)
+        call = plan.scratch_call(problem, torch.device("meta"))
+        given = {k: v for k, v in call.kwargs().items() if k != "pad_slot_id"}
+        assert plan.problem_of(**given, enable_pdl=False).compact is compact
+
+
+def test_a_call_with_tokens_far_apart_runs(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_OFFSET_LIMIT", 1000)  # elements
+    problem = dataclasses.replace(SMALL, compact=False)
+    call = random_call(SMALL, 3)
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    again = call.clone()
+    for given in (call, again):  # cold, warm
+        run(given)
+        assert torch.equal(given.out, expected.out)
+        assert [p.problem for p in plan._plans.values()] == [problem]
+    assert api.explain(**call.kwargs(), target=H200).problem == problem
 
 
 def test_memory_of_signatures_is_bounded(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
