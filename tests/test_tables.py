@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,11 @@ HOSTILE: dict[str, Any] = {
     "batch is a float": lambda d: _put(d, 1.5, *BUCKET, "batch"),
     "negative time": lambda d: _put(d, -1, *BUCKET, "time_us"),
     "time is NaN": lambda d: _put(d, float("nan"), *BUCKET, "time_us"),
+    "time is an int beyond floats": lambda d: _put(d, 10**400, *BUCKET, "time_us"),
+    "peer's time is an int beyond floats": lambda d: _put(d, {"peer": 10**400}, *BUCKET, "peers"),
+    "last batch beyond int32": lambda d: _put(d, 1 << 31, *BUCKET[:-1], -1, "batch"),
+    "tail beyond int32": lambda d: _put(d, {"heads_per_cta": 4, "tail_rows": 1 << 31}, *BUCKET, "config"),
+    "heads beyond int32": lambda d: d["entries"][0]["problem"].update(heads=1 << 31, groups=1 << 27),
     "config is null": lambda d: _put(d, None, *BUCKET, "config"),
     "config is a list of pairs": lambda d: _put(d, [["stages", 1]], *BUCKET, "config"),
     "config with an unknown field": lambda d: _put(d, {"warps": 4}, *BUCKET, "config"),
@@ -136,6 +143,48 @@ def test_hostile_file_is_a_miss_with_one_line(name: str, tmp_path: Path, caplog:
     assert str(path) not in [n for n, _ in found.tables]
     assert [r.message.startswith(f"table {path} is not used: ") for r in caplog.records] == [True]
     assert "\n" not in caplog.records[0].message
+
+
+@pytest.mark.parametrize("value", [10**400, -1, math.nan, math.inf, None, True, "x", [], {}, [[]], 1.5, 1 << 63, 0])
+def test_any_value_in_any_place_is_refused_or_harmless(value: Any, tmp_path: Path) -> None:
+    """Look-ups answer at run time: whatever a file holds, they must not raise."""
+    path = tmp_path / "t.json"
+
+    def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+            yield (*at, key)
+            yield from places(node[key], (*at, key))
+
+    full = json.loads(json.dumps(FULL.to_json()))
+    refused = 0
+    for place in places(full):
+        data = copy.deepcopy(full)
+        _put(data, value, *place)
+        path.write_text(json.dumps(data))
+        found = Tables.of(H200, [path])
+        refused += str(path) not in [n for n, _ in found.tables]
+        for batch in (1, 10**6):
+            assert found.choose(WIDE, batch).config.is_valid(WIDE, H200)
+        found.candidates(WIDE)
+    assert refused
+
+
+def test_a_path_of_a_user_that_does_not_exist_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REPLAYSSM_TABLES", "~no-such-user/t.json")
+    with caplog.at_level(logging.WARNING, "replayssm_cute"):
+        Tables.of(H200)
+    assert [m for m in caplog.messages if "~no-such-user/t.json is not used: it cannot be read" in m]
+
+
+@pytest.mark.parametrize("one", ["t.json", Path("t.json")])
+def test_one_path_is_no_list_of_paths(one: Any) -> None:
+    """Text is a sequence too: of one-letter paths."""
+    with pytest.raises(TypeError, match=r"paths: got (str|PosixPath), expected a list of paths"):
+        Tables.of(H200, one)
+    with pytest.raises(TypeError, match=r"paths: got (str|PosixPath), expected a list of paths"):
+        tables.use(one)
 
 
 def test_missing_directory_and_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

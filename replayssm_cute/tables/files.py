@@ -93,4 +93,5 @@ def shipped() -> list[Path]:
 
 def user_paths() -> list[Path]:
     """The table files that REPLAYSSM_TABLES names (separated as in PATH), the first one first."""
-    return [Path(p).expanduser() for p in os.environ.get("REPLAYSSM_TABLES", "").split(os.pathsep) if p]
+    # Not Path.expanduser, which raises for a user without a home: such a path is left as it is, and read in vain.
+    return [Path(os.path.expanduser(p)) for p in os.environ.get("REPLAYSSM_TABLES", "").split(os.pathsep) if p]

@@ -84,7 +84,12 @@ class Tables:
         Every file that is not used costs one log line, never an exception; a shipped table of another GPU is no
         surprise and is logged at debug level. Within the user's and within the shipped ones, measured tables
         come before estimated ones.
+
+        Raises:
+            TypeError: if `paths` is one path instead of a list.
         """
+        if isinstance(paths, (str, Path)):
+            raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
         user = list(files.user_paths() if paths is None else paths)
         found: list[tuple[tuple[bool, bool], str, Table]] = []
         for path, is_shipped in [(p, False) for p in user] + [(p, True) for p in files.shipped()]:
@@ -203,8 +208,14 @@ def forget() -> None:
 
 
 def use(paths: Sequence[Path | str] | None) -> None:
-    """Take `paths` for this process's user tables, in place of REPLAYSSM_TABLES; None goes back to that."""
+    """Take `paths` for this process's user tables, in place of REPLAYSSM_TABLES; None goes back to that.
+
+    Raises:
+        TypeError: if `paths` is one path instead of a list.
+    """
     global _paths
+    if isinstance(paths, (str, Path)):
+        raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
     _paths = None if paths is None else tuple(paths)
     forget()
 

@@ -14,6 +14,7 @@ from ..problem import Problem
 from ..target import Target
 
 SCHEMA = 1
+_INT32 = 1 << 31
 PROVENANCES = ("measured", "estimated")
 
 
@@ -24,9 +25,24 @@ class TableError(ValueError):
 def _number(name: str, value: object, *, optional: bool = False) -> float | None:
     if value is None and optional:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise TableError(f"{name}: got {value!r}, expected a finite number >= 0{' or null' if optional else ''}")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
+            return float(value)
+    except OverflowError:  # JSON has integers that are no floats
+        pass
+    raise TableError(f"{name}: got {_short(value)}, expected a finite number >= 0{' or null' if optional else ''}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _counts(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse integers that no kernel argument holds."""
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= _INT32:
+            raise TableError(f"{name}: {key} is {_short(value)}, expected less than 2^31")
 
 
 def _object(name: str, value: object, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:
@@ -154,12 +170,14 @@ class Cell:
         names = [f.name for f in dataclasses.fields(cls)]
         cell = _object("bucket", data, names, names)
         batch = cell["batch"]
+        _counts("bucket", {"batch": batch})
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise TableError(f"bucket: batch is {batch!r}, expected a positive int")
         try:
             for name in ("config", "runner_up"):
                 if not isinstance(cell[name], dict) and not (name == "runner_up" and cell[name] is None):
-                    raise TableError(f"bucket {batch}: {name} is {cell[name]!r}, expected an object")
+                    raise TableError(f"bucket {batch}: {name} is {_short(cell[name])}, expected an object")
+                _counts(f"bucket {batch}: {name}", cell[name] or {})
             config = TileConfig.from_json(cell["config"])
             runner_up = None if cell["runner_up"] is None else TileConfig.from_json(cell["runner_up"])
         except TableError:
@@ -218,6 +236,7 @@ class Table:
             entry = _object("entry", one, ("problem", "buckets"), ("problem", "buckets"))
             if not isinstance(entry["problem"], dict) or not isinstance(entry["buckets"], list):
                 raise TableError("entry: expected an object for problem and a list for buckets")
+            _counts("entry: problem", entry["problem"])
             try:
                 problem = Problem.from_json(entry["problem"])
             except (ValueError, TypeError, NotImplementedError) as error:
