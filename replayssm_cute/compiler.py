@@ -82,12 +82,10 @@ def reset_counters() -> None:
 def cache_dir() -> Path:
     """Where compiled kernels are kept: $REPLAYSSM_CACHE_DIR, else ~/.cache/replayssm_cute."""
     chosen = os.environ.get("REPLAYSSM_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
     try:
-        return Path.home() / ".cache" / "replayssm_cute"
+        return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "replayssm_cute"
     except RuntimeError:  # no home: a path that nobody can create, which ends in the documented fallback
-        return Path(os.devnull) / "replayssm_cute"
+        return Path(os.devnull) / (chosen or "replayssm_cute")
 
 
 def key_parts(problem: Problem, config: TileConfig, arch: str) -> dict[str, Any]:
@@ -105,8 +103,11 @@ def key_parts(problem: Problem, config: TileConfig, arch: str) -> dict[str, Any]
 
 def key(problem: Problem, config: TileConfig, arch: str) -> str:
     """The cache key (hex), the same in every process and on every machine with the same toolchain."""
-    text = json.dumps(key_parts(problem, config, arch), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _hash(key_parts(problem, config, arch))
+
+
+def _hash(parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _host() -> str:
@@ -147,6 +148,8 @@ def _read(meta_path: Path) -> Entry | None:
             raise DamagedEntry("host_isa is no list of names")
         if not fingerprint.host_isa().issuperset(isa):
             return None
+        if _hash(meta["key"]) != meta_path.parent.name:
+            raise DamagedEntry("it is the entry of another kernel")
         path = meta_path.with_suffix(".o")
         # A truncated object can crash the loader, so its hash is checked before it gets there.
         if hashlib.sha256(path.read_bytes()).hexdigest() != meta["sha256"]:
@@ -160,11 +163,11 @@ def _read(meta_path: Path) -> Entry | None:
 
 def _find(directory: Path) -> Entry | None:
     """A usable entry in `directory`: this CPU's own, else one whose instruction sets this CPU has."""
-    own = directory / f"{_host()}.json"
-    others: list[Path] = []
-    with contextlib.suppress(OSError):
-        others = sorted(p for p in directory.iterdir() if p.suffix == ".json" and p != own)
-    for meta_path in ([own] if own.exists() else []) + others:
+    own = f"{_host()}.json"
+    committed: list[Path] = []
+    with contextlib.suppress(OSError):  # no such directory, or none that this user may look into
+        committed = sorted((p for p in directory.iterdir() if p.suffix == ".json"), key=lambda p: (p.name != own, p))
+    for meta_path in committed:
         try:
             found = _read(meta_path)
         except DamagedEntry as error:

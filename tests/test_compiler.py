@@ -189,6 +189,14 @@ def _damage_meta_binary(o: Path, meta: Path) -> None:
     meta.write_bytes(b"\xff\xfe\x00")
 
 
+def _damage_entry_of_another_kernel(o: Path, meta: Path) -> None:
+    other = compiler.entry(dataclasses.replace(SMALL, dt_softplus=False), CONFIG, H200)
+    compiler.reset_counters()
+    compiler._counts["compiled"] = 1
+    o.write_bytes(other.object_bytes())
+    meta.write_bytes(other.path.with_suffix(".json").read_bytes())
+
+
 @pytest.mark.parametrize("damage", [v for k, v in sorted(globals().items()) if k.startswith("_damage_")])
 def test_damaged_entry_is_a_miss_that_says_so_once(
     damage: Any,
@@ -243,7 +251,7 @@ def test_failing_export_leaves_nothing_behind(fake_compiler: Path, monkeypatch: 
     assert compiler.counters().compiled == 2
 
 
-@pytest.mark.parametrize("where", ["file", "devnull"])
+@pytest.mark.parametrize("where", ["file", "devnull", "name too long", "no such user"])
 def test_unwritable_directory_keeps_kernels_in_memory_and_says_so_once(
     where: str,
     fake_compiler: Path,
@@ -252,7 +260,12 @@ def test_unwritable_directory_keeps_kernels_in_memory_and_says_so_once(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
-    directory = tmp_path / "file" / "cache" if where == "file" else Path(os.devnull) / "cache"
+    directory = {
+        "file": tmp_path / "file" / "cache",
+        "devnull": Path(os.devnull) / "cache",
+        "name too long": tmp_path / ("x" * 300),  # the system refuses even to say whether it exists
+        "no such user": Path("~no-such-user/cache"),
+    }[where]
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(directory))
     first = compiler.get(SMALL, CONFIG, H200)
     compiler.get(SMALL, TileConfig(heads_per_cta=2), H200)
