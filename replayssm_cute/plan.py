@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, tables
+from . import calls, compiler, dtypes, selfcheck, tables
 from .config import TileConfig
 from .problem import Problem, from_tensors
 from .target import Target, of_device
@@ -250,41 +250,79 @@ def make(problem: Problem, batch: int, device: int, config: TileConfig | None = 
 
     Raises:
         ValueError: if `config` is given and not valid.
-        RuntimeError: during a capture, if the kernel is not on the device yet; or if there are no kernels for this GPU.
+        RuntimeError: during a capture, if the kernel is not on the device yet; if there are no kernels for this GPU;
+            or if all of them, or the one that `config` asks for, failed their self-check on it.
     """
     target = device_target(device)
     if config is not None:
         choice = forced(problem, config, target)
+        if not _ready(problem, config, device, batch):
+            raise selfcheck.refusal(problem, [config], device)
     else:
         choice = tables.choose(problem, batch, target)
         if not compiler.capturing():
             prepare(problem, device)
-    if (problem, choice.config, device) not in _touched:
-        if compiler.capturing():
-            raise compiler.capture_error(problem, choice.config, batch)
-        touch(problem, choice.config, device)
+        choice = eligible(problem, batch, choice, device)
     return Plan(problem, batch, choice, device, compiler.get(problem, choice.config, target, batch=batch))
 
 
+def eligible(problem: Problem, batch: int, choice: tables.Choice, device: int) -> tables.Choice:
+    """`choice`, or what serves in its place where its kernel failed its self-check on the device.
+
+    Raises:
+        RuntimeError: if no kernel is left; during a capture, if one that has to be asked is not on the device yet.
+    """
+    if _ready(problem, choice.config, device, batch):
+        return choice
+    others = selfcheck.substitutes(problem, batch, device_target(device))
+    for config in others:
+        if _ready(problem, config, device, batch):
+            reason = f"config {choice.config.label()} ({choice.source}) failed its self-check on this GPU"
+            return tables.Choice(config, "fallback", reason)
+    raise selfcheck.refusal(problem, list(dict.fromkeys((choice.config, *others))), device)
+
+
+def _ready(problem: Problem, config: TileConfig, device: int, batch: int) -> bool:
+    """Whether a kernel is on the device and may serve; outside a capture it is put there first."""
+    if (problem, config, device) in _touched:
+        return True
+    if compiler.capturing():
+        if selfcheck.excluded(problem, config, device):
+            return False
+        raise compiler.capture_error(problem, config, batch)
+    return touch(problem, config, device)
+
+
 def prepare(problem: Problem, device: int) -> None:
-    """Compile or load every config that the tables can return for `problem`, and put its code on the device, once."""
+    """Compile or load every config that the tables can return for `problem`, and put its code on the device, once.
+
+    Where one fails its self-check, what serves in its place is prepared too.
+    """
     if (problem, device) in _prepared:
         return
     with _lock:
         if (problem, device) not in _prepared:
-            for config in tables.candidates(problem, device_target(device)):
-                touch(problem, config, device)
+            failed = [c for c in tables.candidates(problem, device_target(device)) if not touch(problem, c, device)]
+            for batch in (1, selfcheck.LARGE) if failed else ():
+                eligible(problem, batch, tables.Choice(failed[0], "default", ""), device)
             _prepared.add((problem, device))
 
 
-def touch(problem: Problem, config: TileConfig, device: int) -> None:
-    """Load one kernel and launch it once on scratch tensors: its code reaches the device with its first launch."""
+def touch(problem: Problem, config: TileConfig, device: int) -> bool:
+    """Load one kernel and launch it once on scratch tensors: its code reaches the device with its first launch.
+
+    Returns:
+        Whether it may serve; False, and nothing is launched, if it failed its self-check on the device.
+    """
     with _lock:
         if (problem, config, device) not in _touched:
+            if not selfcheck.passed(problem, config, device):
+                return False
             kernel = compiler.get(problem, config, device_target(device))
             with on_device(device):
                 kernel(*kernel_args(scratch_call(problem, tensor_device(device))))
             _touched.add((problem, config, device))
+        return True
 
 
 def tensor_device(index: int) -> torch.device:

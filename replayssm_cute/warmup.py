@@ -1,4 +1,4 @@
-"""Prepare kernels before serving: compile or load, verify, and decode once on the caller's own slots.
+"""Prepare kernels before serving: compile or load, self-check, and decode once on the caller's own slots.
 
 Afterwards a CUDA graph can be captured without anything being compiled or loaded.
 """
@@ -21,13 +21,12 @@ if TYPE_CHECKING:  # the rest is imported when warmup runs: see the package's __
     from .compiler import Counters
     from .config import TileConfig
 
-VERIFY_ROWS = 6
 SCRATCH_ROWS = 8  # rows are independent, so that more of them would prove nothing and cost memory
 
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """One problem at one batch size: the config that serves it, and why ("table", "nearest", "default")."""
+    """One problem at one batch size: the config that serves it, and why ("table", "nearest", "default", "fallback")."""
 
     problem: Problem
     batch: int
@@ -44,7 +43,7 @@ class Coverage:
         device: name of the GPU.
         covered: every problem at every batch size; `decoded` counts the steps run there.
         kernels: every kernel that is ready now, those of other batch sizes included.
-        verified: how many of them were compared with the reference in this call (once per process and device).
+        verified: self-checks run in this call; the other kernels had passed before, on this GPU and driver.
         counters: where the kernels came from during this call.
         seconds: how long it took.
     """
@@ -67,24 +66,21 @@ class Coverage:
         return "\n".join(lines)
 
 
-_verified: set[tuple[Problem, Any, int]] = set()
-
-
 def warmup(
     problems: Iterable[Problem],
     batches: Iterable[int],
     *,
     device: torch.device | str | int | None = None,
     tensors: Callable[[Problem, int], Call] | None = None,
-    verify: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Coverage:
     """Make every kernel ready that the given problems and batches can reach, and prove it.
 
     For each problem: every config that the tables can return, for the given batches and all others, is compiled or
-    loaded and its code put on the device; each kernel's numbers are compared once with the reference on scratch
-    tensors; then, per batch, dummy decodes (reset, steps, commits, until a step has flushed) run through the public
-    call. Call it outside a graph capture, before the cache holds live requests or between steps.
+    loaded, compared with the reference once per GPU and driver (see `selfcheck`; a kernel that fails is left out with
+    a warning, and another serves), and its code put on the device; then, per batch, dummy decodes (reset, steps,
+    commits, until a step has flushed) run through the public call. Call it outside a graph capture, before the cache
+    holds live requests or between steps.
 
     Args:
         problems: what will be called (see `Problem`; `explain(...).problem` gives a call's own).
@@ -93,15 +89,15 @@ def warmup(
         tensors: gives the caller's own tensors for (problem, batch), a `Call` whose slots are real, distinct and not
             the null slot; everything touched is restored bit for bit, whatever happens. Cursors, state and rings of
             these slots and `out` are saved meanwhile. None uses scratch tensors of a few rows.
-        verify: whether to compare with the reference.
         progress: called with a line of text as work proceeds.
 
     Raises:
-        RuntimeError: if a kernel's numbers are wrong, if a graph is being captured, or without a usable GPU.
+        RuntimeError: if every kernel for a problem gives wrong numbers, if a graph is being captured, or without a
+            usable GPU.
         TypeError: for arguments of wrong types.
         ValueError: for an invalid batch, or if `tensors` gives a call of another problem, batch or device.
     """
-    from . import compiler, plan, tables
+    from . import compiler, plan, selfcheck, tables
 
     index = _device_index(device)
     if compiler.capturing():
@@ -117,22 +113,15 @@ def warmup(
     target = plan.device_target(index)
     say = progress or (lambda _: None)
     coverage = Coverage(target.name)
-    start, before = time.perf_counter(), compiler.counters()
+    start, before, checked = time.perf_counter(), compiler.counters(), selfcheck.count()
 
     with plan.on_device(index):
         for problem in problems:
             say(f"{problem.label()}: preparing")
             plan.prepare(problem, index)
-            choices = {batch: tables.choose(problem, batch, target) for batch in batches}
+            choices = {b: plan.eligible(problem, b, tables.choose(problem, b, target), index) for b in batches}
             configs = dict.fromkeys((*tables.candidates(problem, target), *(c.config for c in choices.values())))
-            for config in configs:
-                plan.touch(problem, config, index)
-                coverage.kernels.append((problem, config))
-                if verify and (problem, config, index) not in _verified:
-                    say(f"{problem.label()}: verifying {config.label()}")
-                    _verify(problem, config, index)
-                    _verified.add((problem, config, index))
-                    coverage.verified += 1
+            coverage.kernels += [(problem, config) for config in configs if plan.touch(problem, config, index)]
             for batch, choice in choices.items():
                 say(f"{problem.label()}: decoding at batch {batch}")
                 if tensors is None:
@@ -148,6 +137,7 @@ def warmup(
     coverage.counters = compiler.Counters(
         after.compiled - before.compiled, after.disk - before.disk, after.memory - before.memory
     )
+    coverage.verified = selfcheck.count() - checked
     coverage.seconds = time.perf_counter() - start
     return coverage
 
@@ -171,27 +161,6 @@ def _device_index(device: torch.device | str | int | None) -> int:
     if device.type != "cuda":
         raise ValueError(f"device: got {device}, expected a CUDA device; CPU tensors run the reference, without warmup")
     return plan.current_device() if device.index is None else device.index
-
-
-def _verify(problem: Problem, config: TileConfig, index: int) -> None:
-    """Compare one kernel with the float64 recurrence on random scratch tensors: both sides of the flush, padding."""
-    from . import compiler, plan
-    from .calls import random_call
-    from .compare import bounds, errors
-
-    window = problem.window
-    live = [0, window, window - problem.tokens, min(1, window), window // 2, 0][:VERIFY_ROWS]
-    padding = (VERIFY_ROWS - 1,) if problem.index_dtype is not None else ()
-    device = plan.tensor_device(index)
-    call = random_call(problem, VERIFY_ROWS, pnat=live, padding=padding, device=device)
-    before = call.clone()
-    kernel = compiler.get(problem, config, plan.device_target(index))
-    kernel(*plan.kernel_args(call))
-    violation = bounds(problem).violation(errors(before, call))
-    if violation:
-        raise RuntimeError(
-            f"the kernel for {problem.label()}, config {config.label()}, gives wrong numbers on this GPU: {violation}"
-        )
 
 
 def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm_cute import compiler, plan, resources, tables
+from replayssm_cute import compiler, plan, resources, selfcheck, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
@@ -19,6 +19,7 @@ from replayssm_cute.target import named
 
 SMALL = Problem(heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=4)
 H200 = named("h200")
+GPU = selfcheck.Gpu("NVIDIA H200", "9.0", "580.1")
 RESOURCES = resources.Resources("step", 80, 0, 0, 1000, 128, 4096)
 
 
@@ -71,6 +72,9 @@ def cpu_as_gpu(fake_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(plan, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(plan, "tensor_device", lambda index: torch.device("cpu"))
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(selfcheck, "gpu", lambda index: GPU)
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    selfcheck._say.cache_clear()
     for name in ("_prepared", "_touched"):
         monkeypatch.setattr(plan, name, set())
     monkeypatch.setattr(tables.files, "shipped", list)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes import H200, SMALL, FakeKernel
 
-from replayssm_cute import api, compiler, plan, tables, warmup
+from replayssm_cute import api, compiler, plan, selfcheck, tables, warmup
 from replayssm_cute.calls import Call, random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
@@ -23,7 +23,6 @@ from replayssm_cute.reference import checkpointing_ssu_reference
 
 fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
-VERIFIED = sys.modules["replayssm_cute.warmup"]._verified  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -35,7 +34,6 @@ def warm(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return plan.run(*args, *k.values(), slots, pad, enable_pdl, config)
 
     monkeypatch.setattr(api, "checkpointing_ssu", call)
-    VERIFIED.clear()
 
 
 def bits(call: Call) -> list[torch.Tensor]:
@@ -131,9 +129,10 @@ def test_wrong_numbers_are_an_error_that_names_the_kernel(warm: None, monkeypatc
         args[11].mul_(1.01)
 
     monkeypatch.setattr(FakeKernel, "__call__", wrong)
-    with pytest.raises(RuntimeError, match=f"{SMALL.label()}, config {TileConfig().label()}, gives wrong.*out error"):
+    with pytest.raises(
+        RuntimeError, match=f"{SMALL.label()} has passed.*config {TileConfig().label()} failed: out error"
+    ):
         warmup([SMALL], [1], device=-1)
-    warmup([SMALL], [1], device=-1, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,8 @@ def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
     calls = {batch: random_call(problem, batch, slots=40, device="cuda") for batch in (1, 16, 32)}
     before = {batch: bits(call) for batch, call in calls.items()}
     coverage = warmup([problem], list(calls), tensors=lambda _, batch: calls[batch])
-    assert coverage.verified == len(coverage.kernels)
+    assert all(selfcheck.passed(p, c, torch.cuda.current_device()) for p, c in coverage.kernels)
+    assert coverage.kernels
     for batch, call in calls.items():
         assert_same_bits(before[batch], call)
     compiler.reset_counters()
