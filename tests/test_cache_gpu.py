@@ -11,14 +11,14 @@ from cache_runs import SPEC, cache_tensors, decays
 from replayssm_cute.cache import ReplayCache
 
 SLOTS, BATCH = 12, 6
-OPERATIONS: dict[str, Callable[..., None]] = {
+OPERATIONS: dict[str, Callable[..., object]] = {
     "commit": lambda c, v: c.commit(v["slots"], v["counts"]),
     "commit_ragged": lambda c, v: c.commit(v["slots"], v["counts"], v["lens"]),
     "begin_step": lambda c, v: c.begin_step(v["slots"], v["counts"]),
     "begin_step_ragged": lambda c, v: c.begin_step(v["slots"], v["counts"], v["lens"]),
     "settle": lambda c, v: c.settle(v["slots"], v["counts"]),
     "reset": lambda c, v: c.reset(v["slots"]),
-    "materialize": lambda c, v: c.materialize(v["sources"], v["slots"], v["counts"]),
+    "materialize": lambda c, v: (c.last_tokens.zero_(), c.materialize(v["sources"], v["slots"], v["counts"])),
     "copy": lambda c, v: c.copy(v["sources"], v["slots"]),
     "prefill_handoff": lambda c, v: c.prefill_handoff(v["slots"], v["states"]),
 }

@@ -257,11 +257,11 @@ def test_padding_touches_nothing(pad: int) -> None:
         assert_unchanged(cache, before)
     for act in (
         lambda rows, lens, _: cache.commit(rows, [1] * len(rows), lens),
-        lambda rows, lens, _: cache.begin_step(rows, [1] * len(rows), lens),
         lambda rows, _, __: cache.materialize(rows, rows, [2] * len(rows)),
         lambda rows, _, __: cache.copy([1 if pad != 1 else 2] * len(rows), rows),
         lambda rows, _, __: cache.reset(rows),
         lambda rows, _, states: cache.prefill_handoff(rows, states),
+        lambda rows, lens, _: cache.begin_step(rows, [1] * len(rows), lens),
     ):
         before = snapshot(cache)
         act([pad, 3, -1], [2, 2, 2], states)

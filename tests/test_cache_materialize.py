@@ -22,13 +22,14 @@ SPECS = [
 SLOTS = 5
 
 
-def filled(spec: CacheSpec, seed: int) -> ReplayCache:
+def filled(spec: CacheSpec, seed: int, *, open_windows: bool = False) -> ReplayCache:
     """Random checkpoints, rings and cursors; NaN in every dead row."""
     cache = ReplayCache.allocate(spec, SLOTS, "cpu", A=decays(spec), pad_slot_id=4)
     gen = torch.Generator().manual_seed(seed)
     cache.ring_start.copy_(torch.randint(0, spec.ring_rows, (SLOTS,), generator=gen))
     cache.pnat.copy_(torch.randint(0, spec.window + 1, (SLOTS,), generator=gen))
-    cache.last_tokens.copy_(torch.randint(0, spec.tokens + 1, (SLOTS,), generator=gen))
+    if open_windows:
+        cache.last_tokens.copy_(torch.randint(0, spec.tokens + 1, (SLOTS,), generator=gen))
     offset = (torch.arange(spec.ring_rows)[None] - cache.ring_start[:, None]) % spec.ring_rows
     dead = offset >= cache.pnat[:, None]
     for layer in cache.layers:
@@ -119,7 +120,7 @@ def test_any_moves(rows: list[tuple[int, int, int]], which: int, seed: int) -> N
 @given(moves(), st.integers(0, 10**6))
 def test_copy_moves_whole_slots(rows: list[tuple[int, int, int]], seed: int) -> None:
     """Every bit of a slot, dead rows and open window too; all other slots keep theirs."""
-    cache = filled(SPECS[0], seed)
+    cache = filled(SPECS[0], seed, open_windows=True)
     old = snapshot(cache)
     cache.copy([s for s, _, _ in rows], [d for _, d, _ in rows])
     live = expected_moves(rows)
@@ -153,3 +154,15 @@ def test_a_source_that_is_no_destination_is_unchanged_and_may_serve_many() -> No
     assert_unchanged(cache, before, [2, 3, 4])
     for layer in cache.layers:
         assert torch.equal(layer.state[0], layer.state[1])
+
+
+def test_an_open_window_is_no_source_but_may_be_a_destination() -> None:
+    """A step that flushed has folded rows that the cursors still count: folding them again would be wrong."""
+    cache = filled(SPECS[0], 6)
+    cache.begin_step([2, 1], [0, 0])
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match="src_slots: slot 2 has an open window of 2 tokens"):
+        cache.materialize([0, 2], [3, 1], [1, 1])
+    assert_unchanged(cache, before)
+    cache.materialize([0, 2], [1, -1], [1, 1])
+    assert cache.last_tokens.tolist() == [0, 0, 2, 0, 0]

@@ -8,18 +8,13 @@ from .. import dtypes
 from .fold import fold
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
+from .rows import check_settled
 from .spec import CacheSpec
 
 
 def export(spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, slot: torch.Tensor) -> LogicalState:
     """Copies of the logical states of `slot`, (n,) int64 on the cache's device, in order."""
-    open_windows = shared.last_tokens[slot].cpu()
-    if bool((open_windows != 0).any()):
-        at = int(torch.nonzero(open_windows)[0])
-        raise ValueError(
-            f"slots: slot {int(slot[at])} has an open window of {int(open_windows[at])} tokens, so that its logical "
-            f"state is not settled; first call settle(slots, num_accepted)"
-        )
+    check_settled("slots", slot, shared.last_tokens)
     count = shared.pnat[slot].cpu()
     most = int(count.max()) if len(slot) else 0
     row = (shared.ring_start[slot].long()[:, None] + torch.arange(most, device=slot.device)) % spec.ring_rows

@@ -11,7 +11,7 @@ from . import cursors, layout, migrate
 from .fold import fold
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
-from .rows import Rows, Slots, as_counts, as_slots, check_range, check_slots, rows_of, values_checked
+from .rows import Rows, Slots, as_counts, as_slots, check_range, check_settled, check_slots, rows_of, values_checked
 from .spec import CacheSpec
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -31,7 +31,9 @@ class ReplayCache:
     operations.
 
     Two ways to commit, per slot one at a time: `commit` after sampling; or `begin_step` before each step, which
-    commits the window before (its length is kept per slot until then: the window is *open*).
+    commits the window before (its length is kept per slot until then: the window is *open*). Between a step and its
+    commit a slot has no settled state, since the step may have flushed: copy, materialize and export slots after
+    `commit` or `settle` only. (`copy` may also take a slot with an open window of `begin_step`, and copies that.)
 
     Attributes:
         spec: the CacheSpec.
@@ -274,8 +276,9 @@ class ReplayCache:
         Afterwards a destination holds the folded state in all layers, an empty ring and no open window. It is as if
         every source were read before anything is written: sources may be destinations, in any permutation, and one
         source may serve several destinations. Sources that are no destinations do not change. Where a source is its
-        own destination, its rows beyond `count` are given up. Rows of an open window are not live yet (`settle`).
-        Count 0 copies the checkpoint bit for bit. Arithmetic is f32, rounded once to the state's dtype. Graph-safe.
+        own destination, its rows beyond `count` are given up. Sources have no open window (`settle`); one is refused
+        where values are checked, elsewhere undefined. Count 0 copies the checkpoint bit for bit. Arithmetic is f32,
+        rounded once to the state's dtype. Temporaries take a few times the batch's states of one layer. Graph-safe.
 
         Args:
             src_slots, dst_slots: (b,) slots; a row is padding if either is.
@@ -290,6 +293,8 @@ class ReplayCache:
         if pair is None:
             return
         rows, src, dst = pair
+        if values_checked(self.device) and bool(rows.any_live):
+            check_settled("src_slots", src, self.last_tokens)
         batch = len(src)
         wanted = as_counts("count", count, self.device, batch)[rows.index]
         start, live = self.ring_start[src], self.pnat[src]

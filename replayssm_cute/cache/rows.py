@@ -99,3 +99,14 @@ def check_slots(name: str, slots: torch.Tensor, limit: int, live: torch.Tensor, 
         if bool((count > 1).any()):
             twice = int(unique[count > 1][0])
             raise ValueError(f"{name}: got slot {twice} more than once, expected distinct live slots")
+
+
+def check_settled(name: str, slots: torch.Tensor, last_tokens: torch.Tensor) -> None:
+    """Refuse slots of the cache with an open window: their step may have flushed, and its count is not known yet."""
+    lengths = last_tokens[slots.long()]
+    if bool((lengths != 0).any()):
+        at = int(torch.nonzero(lengths)[0])
+        raise ValueError(
+            f"{name}: slot {int(slots[at])} has an open window of {int(lengths[at])} tokens, so that its logical "
+            f"state is not settled; first call settle(slots, num_accepted)"
+        )
