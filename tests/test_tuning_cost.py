@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from replayssm_tuning import cli, cost, fit, plan, space, sweep
+from replayssm_tuning import candidates, cli, cost, fit, plan, space
 from replayssm_tuning.acceptance import Acceptance, stationary
 
 from replayssm_cute import target as targets
@@ -30,7 +30,7 @@ def test_the_space_is_valid_and_defaults_come_first(problem: Problem, target: ta
     assert all(c.is_valid(problem, target) for c in found)
     assert {c.heads_per_cta for c in found} >= {1, 2}
     batches = (1, 16, 64, 512)
-    order = sweep.ranked(plan.Workload("w", problem, Acceptance("uniform", uniform=True)), target, batches)
+    order = candidates.ranked(plan.Workload("w", problem, Acceptance("uniform", uniform=True)), target, batches)
     assert set(order) >= set(found)
     assert len(order) == len(set(order))
     wanted = {default_config(problem, target, b) for b in batches}
@@ -39,7 +39,7 @@ def test_the_space_is_valid_and_defaults_come_first(problem: Problem, target: ta
 
 def test_what_no_batch_wants_is_tried_last() -> None:
     batches = (1, 4, 16, 64, 256)
-    order = sweep.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, batches)
+    order = candidates.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, batches)
     place = {c: i / len(order) for i, c in enumerate(order)}
     # measured at batch 64: 87 us, 89, 87 and, the hopeless, 120, 194
     good = [TileConfig(4, 2, ctas_per_sm=3, tail_rows=8), TileConfig(), TileConfig(4, 2, tail_rows=8)]

@@ -1,5 +1,6 @@
 """The command line: sweep a plan, draw reports, fit the cost model, list and explain plans.
 
+`sweep` may be started by torchrun: its processes then share out the work (see `ranks`), and end with one exit code.
 Exit codes: 0 done, 1 the sweep or report came to nothing, 2 wrong usage or a bad plan, 130 interrupted.
 """
 
@@ -13,7 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from replayssm_cute import dtypes
+
+from . import listing
 from . import plan as plans
+from .errors import UsageError
+from .ranks import RankLost, Ranks
 
 DEFAULT_OUT = Path("reports") / "tune"
 
@@ -42,6 +48,13 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _states(text: str) -> tuple[str, ...]:
+    names = tuple(t.strip() for t in text.split(","))
+    if not set(names) <= set(dtypes.STATE):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one or more of {','.join(dtypes.STATE)}")
+    return names
+
+
 def _duration(text: str) -> float:
     try:
         return plans.seconds(text)
@@ -59,18 +72,30 @@ def _parser() -> argparse.ArgumentParser:
         "sweep",
         help="measure on this machine's GPU, or estimate without one",
         description="Sweep a plan. With a GPU its candidates are compiled, checked and timed; without one (or with "
-        "--targets or --estimate) they are compiled and ranked by the cost model. A killed sweep resumes.",
+        "--targets or --estimate) they are compiled and ranked by the cost model. A killed sweep resumes. With several "
+        "GPUs: torchrun --nproc-per-node=N -m replayssm_tuning sweep ...",
     )
     _plan_arguments(sweep)
     sweep.add_argument("--targets", type=_names, metavar="A,B", help="estimate for these targets, GPU or not")
     sweep.add_argument("--estimate", action="store_true", help="estimate for the plan's targets, GPU or not")
-    sweep.add_argument("--device", type=int, default=0, help="CUDA device to measure on (default 0)")
+    sweep.add_argument("--device", type=int, help="CUDA device to measure on (default 0; torchrun: LOCAL_RANK)")
     sweep.add_argument("--budget", type=_duration, help="time to compile and measure, such as 120s or 4m")
     sweep.add_argument("--batches", type=_sizes, metavar="N,M", help="batch buckets instead of the plan's")
     sweep.add_argument("--out", type=Path, help=f"folder of the results (default {DEFAULT_OUT}/<plan>)")
     sweep.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
     sweep.add_argument("--retry-failed", action="store_true", help="try again what failed in an earlier sweep")
     sweep.add_argument("--no-peers", action="store_true", help="do not time other implementations beside")
+    sweep.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure N times with fresh seeds, each with the whole budget, and report how often winners flip and "
+        "what that costs; the table is the first one's",
+    )
+    sweep.add_argument(
+        "--merge-into", type=Path, metavar="FILE", help="add the winners to this table file, which others may share"
+    )
 
     report = commands.add_parser("report", help="draw plots, CSVs and a page from the results of sweeps")
     report.add_argument(
@@ -89,6 +114,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", required=True, help="a TOML file, or the name of a shipped plan")
     parser.add_argument("--acceptance", help="use this distribution of the plan for every workload")
     parser.add_argument("--tp", type=_sizes, metavar="N,M", help="tensor-parallel sizes instead of the plan's")
+    parser.add_argument("--state", type=_states, metavar="A,B", help=f"only these states: {', '.join(dtypes.STATE)}")
+    parser.add_argument("--tokens", type=_sizes, metavar="N,M", help="only these T")
+
+
+def _plan(args: argparse.Namespace) -> plans.TuningPlan:
+    return plans.load(args.plan, acceptance=args.acceptance, tp=args.tp, states=args.state, tokens=args.tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,15 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         if args.command == "list":
-            return _list(console)
+            listing.shipped(console)
+            return 0
         if args.command == "explain-plan":
-            return _explain(console, plans.load(args.plan, acceptance=args.acceptance, tp=args.tp))
+            listing.explain(console, _plan(args))
+            return 0
         if args.command == "report":
             return _report(console, args.results)
         if args.command == "fit":
             return _fit(console, args.journals)
-        return _sweep(console, args)
-    except plans.PlanError as e:
+        return _sweep(args)
+    except (plans.PlanError, UsageError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except OSError as e:
@@ -117,28 +150,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _sweep(console: Console, args: argparse.Namespace) -> int:
+def _sweep(args: argparse.Namespace) -> int:
     import dataclasses
-
-    import torch
 
     from .sweep import SweepError, run
 
-    plan = plans.load(args.plan, acceptance=args.acceptance, tp=args.tp)
+    plan = _plan(args)
     if args.batches:
         plan = dataclasses.replace(plan, batches=args.batches)
-    if args.workers is not None and args.workers < 1:
-        print(f"error: --workers: got {args.workers}, expected at least 1", file=sys.stderr)
-        return 2
-    estimate = args.estimate or args.targets is not None
-    device: int | None = None
-    if not estimate and torch.cuda.is_available():
-        if not 0 <= args.device < torch.cuda.device_count():
-            found = torch.cuda.device_count()
-            print(f"error: --device: got {args.device}, this machine has devices 0..{found - 1}", file=sys.stderr)
-            return 2
-        device = args.device
-    elif not estimate:
+    ranks = Ranks.of_environment()
+    for name in ("workers", "repeat"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name}: got {getattr(args, name)}, expected at least 1")
+    device = _device(args, ranks)
+    console = Console(quiet=not ranks.first)
+    if device is None and not (args.estimate or args.targets):
         console.print("no CUDA GPU found: estimating")
     try:
         run(
@@ -150,12 +176,44 @@ def _sweep(console: Console, args: argparse.Namespace) -> int:
             workers=args.workers,
             retry=args.retry_failed,
             peers=not args.no_peers,
+            repeats=args.repeat,
+            merge_into=args.merge_into,
+            ranks=ranks,
             console=console,
         )
+    except RankLost as e:  # what every rank knows in its own way
+        print(f"error: rank {ranks.rank}: {e}", file=sys.stderr)
+        return 1
     except SweepError as e:
-        print(f"error: {e}", file=sys.stderr)
+        if ranks.first:
+            print(f"error: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def _device(args: argparse.Namespace, ranks: Ranks) -> int | None:
+    """The CUDA device to measure on, or None to estimate.
+
+    Raises:
+        UsageError: if it is not there.
+    """
+    import torch
+
+    if args.estimate or args.targets is not None or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.device_count()
+    if ranks.several:
+        if args.device is not None:
+            raise UsageError("--device: torchrun's processes take the device of their LOCAL_RANK")
+        if ranks.local_size > found:
+            raise UsageError(
+                f"torchrun: got {ranks.local_size} processes on this node, expected at most {found} (GPUs)"
+            )
+        return ranks.local_rank
+    device = args.device or 0
+    if not 0 <= device < found:
+        raise UsageError(f"--device: got {device}, this machine has devices 0..{found - 1}")
+    return int(device)
 
 
 def _report(console: Console, given: list[Path]) -> int:
@@ -191,30 +249,4 @@ def _fit(console: Console, journals: list[Path]) -> int:
         f"fitted to all: {found['fitted']}\none batch held out: {found['held_out_batch']}",
         highlight=False,
     )
-    return 0
-
-
-def _list(console: Console) -> int:
-    for path in sorted(plans.SHIPPED.glob("*.toml")):
-        plan = plans.load(str(path))
-        console.print(f"[bold]{plan.name}[/]  {plan.title}: {len(plan.workloads)} workloads, batches {plan.batches}")
-    return 0
-
-
-def _explain(console: Console, plan: plans.TuningPlan) -> int:
-    console.print(f"[bold]{plan.title}[/] ({plan.name})\n{plan.source}", highlight=False)
-    console.print(
-        f"targets {', '.join(plan.targets)} · batches {', '.join(map(str, plan.batches))} · budget {plan.budget_s:g} s",
-        highlight=False,
-    )
-    for w in plan.workloads:
-        shares = ", ".join(f"{k}: {100 * s:.1f}%" for k, s in enumerate(w.lengths, 1))
-        console.print(
-            f"\n[bold]{w.label}[/]  {w.problem.label()}\n"
-            f"  acceptance {w.acceptance.name}: lengths {shares}; mean {w.mix.mean_length:.2f}\n"
-            f"  {w.acceptance.source}\n"
-            f"  stationary mix: {100 * w.mix.flush:.1f}% of rows flush, {w.mix.mean_live:.1f} live rows on average\n"
-            f"  {w.problem.bytes_per_slot() / 2**20:.2f} MiB a slot",
-            highlight=False,
-        )
     return 0

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from .ranks import Ranks
+
+PATTERN = "journal*.jsonl"
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -16,33 +21,51 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 class Journal:
-    """Append-only results by key; the last line of a key counts.
+    """Append-only results by key; the latest of a key counts.
 
     A line that a kill cut short is cut off on opening, so that the next one starts clean; `damaged` counts it
     and any other line that does not parse.
+
+    Args:
+        path: the file that this process alone writes.
+        others: files whose results count too; they are read now, and never written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         self.path = path
         self.damaged = 0
-        self._results: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        keep = 0
+        found: list[tuple[float, str, dict[str, Any]]] = []
+        for other in others:
+            self._read(other, found)
         if path.exists():
-            content = path.read_bytes()
-            for raw in content.splitlines(keepends=True):
-                if not raw.endswith(b"\n"):
-                    self.damaged += 1
-                    break
-                keep += len(raw)
-                try:
-                    record = json.loads(raw)
-                    self._results[key_of(record["key"])] = record["result"]
-                except (ValueError, KeyError, TypeError):
-                    self.damaged += 1
-            if keep < len(content):
+            keep = self._read(path, found)
+            if keep < path.stat().st_size:
                 os.truncate(path, keep)
+        found.sort(key=lambda record: record[0])  # stable: lines without a time come first, in their order
+        self._results = {key: result for _, key, result in found}
         self._file = path.open("a", encoding="utf-8")
+
+    @classmethod
+    def of(cls, folder: Path, ranks: Ranks) -> Journal:
+        """The journal of one rank; it knows what every journal in the folder says, whoever wrote it."""
+        path = folder / (f"journal.rank{ranks.rank}.jsonl" if ranks.several else "journal.jsonl")
+        return cls(path, (p for p in sorted(folder.glob(PATTERN)) if p != path))
+
+    def _read(self, path: Path, found: list[tuple[float, str, dict[str, Any]]]) -> int:
+        """Add the records of a file; returns the length of its whole lines."""
+        length = 0
+        for raw in path.read_bytes().splitlines(keepends=True):
+            if not raw.endswith(b"\n"):
+                self.damaged += 1
+                break
+            length += len(raw)
+            try:
+                record = json.loads(raw)
+                found.append((float(record.get("at", 0.0)), key_of(record["key"]), dict(record["result"])))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self.damaged += 1
+        return length
 
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result recorded for these facts, or None."""
@@ -50,7 +73,7 @@ class Journal:
 
     def add(self, key: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Record a result; it is in the file, and survives a kill, when this returns."""
-        line = json.dumps({"key": dict(key), "result": dict(result)}, sort_keys=True)
+        line = json.dumps({"at": round(time.time(), 3), "key": dict(key), "result": dict(result)}, sort_keys=True)
         self._file.write(line + "\n")
         self._file.flush()
         self._results[key_of(key)] = dict(result)

@@ -10,9 +10,12 @@ from replayssm_cute.resources import Resources
 from replayssm_cute.target import Target
 
 from . import cost
+from .candidates import compile_all, ranked
+from .context import Context
+from .errors import SweepError
+from .manifest import manifest
 from .plan import Workload
 from .results import Candidate, CellResult, Results
-from .sweep import Context, SweepError, compile_all, manifest, ranked
 
 MARGIN = 0.05  # the model's own error: a smaller lead says nothing
 _TIME_FOR_REST_S = 6.0
@@ -29,7 +32,8 @@ def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
     items = [item for row in itertools.zip_longest(*queues) for item in row if item is not None]
     ctx.console.print(
         f"no GPU used: of {len(items)} configs for {', '.join(t.arch for t in targets)}, those that "
-        f"{ctx.budget.seconds:.0f} s allow are compiled by {ctx.workers} process(es) and ranked by the cost model",
+        f"{ctx.budget.seconds:.0f} s allow are compiled by {ctx.workers * ctx.ranks.size} process(es) and ranked by "
+        f"the cost model",
         highlight=False,
     )
     compiled = compile_all(ctx, items, reserve_s=_TIME_FOR_REST_S, need_code=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class TuningPlan:
         targets: architectures (or catalogue names) that estimates are made for where no GPU is used.
         batches: ascending batch buckets.
         budget_s: seconds that a sweep may compile and measure; a plan states it as a whole, or for each workload
-            (after the split over tensor-parallel sizes).
+            (after the split over tensor-parallel sizes, and of those that are kept).
         workloads: at least one.
+        tp: tensor-parallel sizes that the workloads are for.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TuningPlan:
     batches: tuple[int, ...]
     budget_s: float
     workloads: tuple[Workload, ...]
+    tp: tuple[int, ...] = (1,)
 
 
 def seconds(text: str | int | float) -> float:
@@ -99,16 +102,24 @@ def find(name_or_path: str) -> Path:
     raise PlanError(f"no plan {name_or_path!r}: no such file; shipped plans: {names}")
 
 
-def load(name_or_path: str, *, acceptance: str | None = None, tp: tuple[int, ...] | None = None) -> TuningPlan:
+def load(
+    name_or_path: str,
+    *,
+    acceptance: str | None = None,
+    tp: tuple[int, ...] | None = None,
+    states: tuple[str, ...] | None = None,
+    tokens: tuple[int, ...] | None = None,
+) -> TuningPlan:
     """Read a plan.
 
     Args:
         name_or_path: a TOML file, or the name of a shipped plan.
         acceptance: use this distribution of the plan for every workload.
         tp: tensor-parallel sizes that replace the plan's.
+        states, tokens: keep only the workloads with one of these state dtypes, and one of these T.
 
     Raises:
-        PlanError: for anything in the file that cannot be used, naming file and key.
+        PlanError: if none is kept, and for anything in the file that cannot be used, naming file and key.
     """
     path = find(name_or_path)
     try:
@@ -116,14 +127,24 @@ def load(name_or_path: str, *, acceptance: str | None = None, tp: tuple[int, ...
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as e:
         raise PlanError(f"{path}: not readable as TOML: {e}") from e
     try:
-        return _build(data, path, acceptance, tp)
+        return _build(data, path, acceptance, tp, lambda p: _chosen(p, states, tokens))
     except PlanError:
         raise
     except (ValueError, TypeError, NotImplementedError) as e:
         raise PlanError(f"{path}: {e}") from e
 
 
-def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[int, ...] | None) -> TuningPlan:
+def _chosen(problem: Problem, states: tuple[str, ...] | None, tokens: tuple[int, ...] | None) -> bool:
+    return (states is None or problem.state_dtype in states) and (tokens is None or problem.tokens in tokens)
+
+
+def _build(
+    data: dict[str, Any],
+    path: Path,
+    acceptance: str | None,
+    tp: tuple[int, ...] | None,
+    keep: Callable[[Problem], bool],
+) -> TuningPlan:
     _known("plan", data, _TOP)
     batches = _ints("batches", data.get("batches"))
     sizes = _ints("tp", list(tp)) if tp is not None else _ints("tp", data.get("tp", [1]))
@@ -169,14 +190,22 @@ def _build(data: dict[str, Any], path: Path, acceptance: str | None, tp: tuple[i
             if any(w.problem == workload.problem for w in workloads):
                 raise PlanError(f"{path}: {where}: {workload.problem.label()} is named twice")
             workloads.append(workload)
+    kept = tuple(w for w in workloads if keep(w.problem))
+    if not kept:
+        states, tokens = (sorted({getattr(w.problem, k) for w in workloads}) for k in ("state_dtype", "tokens"))
+        raise PlanError(
+            f"{path}: no workload is left with these states and tokens; the plan has states "
+            f"{', '.join(states)} and T {', '.join(map(str, tokens))}"
+        )
     return TuningPlan(
         name=str(data.get("name", path.stem)),
         title=str(data.get("title", data.get("name", path.stem))),
         source=" ".join(str(data.get("source", "")).split()),
         targets=tuple(names),
         batches=batches,
-        budget_s=budget * (len(workloads) if budget_key == "budget_per_workload" else 1),
-        workloads=tuple(workloads),
+        budget_s=budget * (len(kept) if budget_key == "budget_per_workload" else 1),
+        workloads=kept,
+        tp=sizes,
     )
 
 

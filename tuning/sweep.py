@@ -1,74 +1,35 @@
 """The sweep: on a GPU candidates are compiled, checked and timed; without one they are compiled and estimated.
 
 Both ways end in the same files: results (every candidate of every cell) and a table (the winners), and both keep a
-journal, so that a killed sweep resumes where it stopped.
+journal, so that a killed sweep resumes where it stopped. Started by torchrun, the ranks share out the work and rank 0
+decides and writes (see `ranks`).
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import logging
+import hashlib
 import os
-import platform
 import re
-import subprocess
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 
-from replayssm_cute import compiler, fingerprint, tables
+from replayssm_cute import fingerprint, tables
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig
-from replayssm_cute.target import Target
 
-from . import cost, space
+from .context import Context
+from .errors import SweepError, UsageError
 from .journal import Journal
-from .plan import TuningPlan, Workload
-from .progress import Budget, Steps
+from .plan import TuningPlan
+from .progress import Budget
+from .ranks import Ranks
 from .results import Results
+from .stability import STABILITY_SUFFIX, Stability
 
-log = logging.getLogger("replayssm_cute")
+__all__ = ["RESULTS_SUFFIX", "STABILITY_SUFFIX", "TABLE_SUFFIX", "Context", "SweepError", "run", "slug", "write"]
 
 RESULTS_SUFFIX = ".results.json"
 TABLE_SUFFIX = ".table.json"
-NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
-
-
-class SweepError(RuntimeError):
-    """A sweep that cannot go on; the message says why and what to do."""
-
-
-@dataclass(slots=True)
-class Context:
-    """What every part of a sweep needs.
-
-    Attributes:
-        plan: what is tuned.
-        out: folder of journal, results and tables.
-        journal: results so far.
-        budget: time that may be spent.
-        console: for progress.
-        workers: compile processes.
-        retry: try again what the journal says has failed.
-    """
-
-    plan: TuningPlan
-    out: Path
-    journal: Journal
-    budget: Budget
-    console: Console
-    workers: int
-    retry: bool = False
-
-    def known(self, key: dict[str, Any]) -> dict[str, Any] | None:
-        """The journal's result for these facts; a failure counts as unknown where it is to be retried."""
-        found = self.journal.get(key)
-        return None if found is not None and self.retry and "failed" in found else found
 
 
 def run(
@@ -81,6 +42,9 @@ def run(
     workers: int | None = None,
     retry: bool = False,
     peers: bool = True,
+    repeats: int = 1,
+    merge_into: Path | None = None,
+    ranks: Ranks | None = None,
     console: Console | None = None,
 ) -> list[Path]:
     """Sweep a plan and write its results and tables.
@@ -90,42 +54,110 @@ def run(
         target_names: estimate for these targets, whatever this machine has (default: the plan's).
         device: CUDA device to measure on; None estimates.
         budget_s: seconds for compilation and measurement (default: the plan's).
-        workers: compile processes (default: the CPUs this process may use).
+        workers: compile processes (default: the CPUs this process may use, shared by the ranks of this node).
         retry: try again what failed in an earlier sweep.
         peers: time other implementations beside, where installed.
+        repeats: measure so many times with seeds of their own, each with the whole budget, and say how far they agree;
+            the table is the first one's.
+        merge_into: a table file that gets the cells too; what it has of others stays.
+        ranks: this process among those that share the work (default: it is alone).
 
     Returns:
         The tables written.
 
     Raises:
+        UsageError: if an estimate is to be repeated, or tables of several targets merged into one file.
         SweepError: if nothing came of it.
         OSError: if `out` cannot be written.
     """
+    names = target_names or plan.targets
+    if device is None and repeats > 1:
+        raise UsageError(f"repeats: got {repeats}, expected 1 without a GPU: an estimate comes out the same every time")
+    if device is None and merge_into is not None and len(names) > 1:
+        raise UsageError(f"merge_into: got targets {', '.join(names)}, expected one: a table holds one GPU's cells")
+    ranks = ranks or Ranks()
     console = console or Console()
-    out.mkdir(parents=True, exist_ok=True)
-    with Journal(out / "journal.jsonl") as journal:
-        if journal.damaged:
-            console.print(f"journal: {journal.damaged} damaged line(s) left out (a kill cuts the last one short)")
-        if len(journal):
-            console.print(f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed")
-        ctx = Context(
-            plan=plan,
-            out=out,
-            journal=journal,
-            budget=Budget(budget_s or plan.budget_s),
-            console=console,
-            workers=workers or len(os.sched_getaffinity(0)),
-            retry=retry,
+    with ranks.joined():
+        ranks.agree(
+            {
+                "plan": hashlib.sha256(repr(plan).encode()).hexdigest()[:12],
+                "kernels": fingerprint.kernels()[:12],
+                "way": "measure" if device is not None else f"estimate {', '.join(names)}",
+                "repeats": repeats,
+            }
         )
-        if device is not None:
-            from .on_device import measure
+        opened: list[Journal] = []
 
-            found = [measure(ctx, device, peers=peers)]
+        def read() -> None:
+            out.mkdir(parents=True, exist_ok=True)
+            opened.append(Journal.of(out, ranks))
+
+        ranks.gather("reading the journals", read)  # no rank writes while another one still reads
+        with opened[0] as journal:
+            if journal.damaged:
+                console.print(f"journal: {journal.damaged} damaged line(s) left out (a kill cuts the last one short)")
+            if len(journal):
+                console.print(f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed")
+            ctx = Context(
+                plan=plan,
+                out=out,
+                journal=journal,
+                budget=Budget(budget_s or plan.budget_s),
+                console=console,
+                workers=workers or max(1, len(os.sched_getaffinity(0)) // ranks.local_size),
+                retry=retry,
+                ranks=ranks,
+            )
+            if device is not None:
+                from .on_device import measure
+
+                repeated = measure(ctx, device, peers=peers, repeats=repeats)
+                found = repeated[:1]
+            else:
+                from .on_paper import estimate
+
+                repeated = []
+                found = estimate(ctx, [targets.named(n) for n in names])
+            return ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
+
+
+def _write_all(
+    found: list[Results], repeated: list[Results], out: Path, console: Console, merge_into: Path | None
+) -> list[Path]:
+    """Write every table, merge it where that is wanted, and say how far repeats agree."""
+    paths = [write(results, out, console) for results in found]
+    if len(repeated) > 1:
+        stability = Stability.of(repeated)
+        stability.save(out / f"{stem(repeated[0])}{STABILITY_SUFFIX}")
+        console.print(stability.summary(), highlight=False)
+    if merge_into is not None:
+        for results in found:
+            _merge(merge_into, results.table(), console)
+    return paths
+
+
+def _merge(path: Path, table: tables.Table, console: Console) -> None:
+    """Bring the cells into a table file that others may write at the same time.
+
+    Raises:
+        SweepError: if the file holds the cells of another GPU, or of another provenance: they would be lost.
+    """
+    if path.exists():
+        try:
+            there = tables.read(path).manifest
+        except tables.TableError:
+            pass  # `update` says that it replaces the file
         else:
-            from .on_paper import estimate
-
-            found = estimate(ctx, [targets.named(n) for n in target_names or plan.targets])
-    return [write(results, out, console) for results in found]
+            ours = table.manifest
+            old = (there.gpu_name, there.arch, there.provenance)
+            new = (ours.gpu_name, ours.arch, ours.provenance)
+            if old != new:
+                raise SweepError(
+                    f"{path} is not merged: it holds {' '.join(old)}, expected {' '.join(new)}; name another file"
+                )
+    merged = tables.update(path, table)
+    cells = sum(len(c) for c in merged.entries.values())
+    console.print(f"merged into {path}: {cells} cells", highlight=False)
 
 
 def write(results: Results, out: Path, console: Console) -> Path:
@@ -135,181 +167,26 @@ def write(results: Results, out: Path, console: Console) -> Path:
         SweepError: if no candidate survived.
     """
     manifest = results.manifest
-    stem = f"{slug(manifest.gpu_name)}-{manifest.arch}-{manifest.provenance}"
-    results.save(out / f"{stem}{RESULTS_SUFFIX}")
+    results.save(out / f"{stem(results)}{RESULTS_SUFFIX}")
     for note in results.notes:
         console.print(f"[yellow]note[/] {manifest.gpu_name}: {note}", highlight=False)
     try:
         table = results.table()
     except ValueError as e:
-        raise SweepError(f"{manifest.gpu_name}: {e}; see {out / 'journal.jsonl'} for the reasons") from e
-    path = out / f"{stem}{TABLE_SUFFIX}"
+        raise SweepError(f"{manifest.gpu_name}: {e}; see the journals in {out} for the reasons") from e
+    path = out / f"{stem(results)}{TABLE_SUFFIX}"
     tables.write(path, table)
     cells = sum(len(c) for c in table.entries.values())
     console.print(f"{manifest.gpu_name}: {cells} cells {manifest.provenance}, table {path}", highlight=False)
     return path
 
 
+def stem(results: Results) -> str:
+    """What the names of one GPU's files begin with."""
+    m = results.manifest
+    return f"{slug(m.gpu_name)}-{m.arch}-{m.provenance}"
+
+
 def slug(name: str) -> str:
     """A file-name-safe form of a GPU's name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-# ---------------------------------------------------------------------------------------------------
-# Candidates and their compilation
-# ---------------------------------------------------------------------------------------------------
-
-
-def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[TileConfig]:
-    """All configs of a workload, the ones to try first in front.
-
-    The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
-    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA, head split, ring, cap, tail) per
-    round, so that a model that errs about a family costs one round and not the sweep.
-    """
-    batches = tuple(batches)
-    best: dict[TileConfig, float] = {}
-    for batch in batches:
-        times = {}
-        for config in space.configs(workload.problem, target):
-            try:
-                guess = cost.guess(workload.problem, config)
-                times[config] = cost.estimate(workload.problem, config, target, batch, workload.mix, guess).time_us
-            except ValueError:
-                times[config] = float("inf")  # fits nowhere with guessed registers: last, not lost
-        fastest = min(times.values(), default=1.0)
-        for config, time_us in times.items():
-            best[config] = min(best.get(config, float("inf")), time_us / fastest)
-    order = sorted(
-        best, key=lambda c: (best[c], c.heads_per_cta, c.stages, c.head_split, c.ring, c.ctas_per_sm, c.tail_rows)
-    )
-    rounds: dict[tuple[int, int, str, bool, bool], int] = {}
-    turn = {}
-    for config in order:
-        family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1, config.tail_rows > 0)
-        turn[config] = rounds[family] = rounds.get(family, 0) + 1
-    first = space.defaults(workload.problem, target, list(batches))
-    rest = sorted(
-        (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
-    )
-    return [*first, *rest]
-
-
-class _OutOfTime(Exception):
-    """Leaves `compile_many`: its workers end with the item in hand."""
-
-
-def compile_all(
-    ctx: Context, items: list[compiler.Item], *, reserve_s: float, need_code: bool
-) -> dict[compiler.Item, dict[str, Any]]:
-    """Bring items into the disk cache, in the given order, until the budget has only `reserve_s` left.
-
-    Args:
-        need_code: the code itself is wanted; otherwise what the journal knows of it is enough.
-
-    Returns:
-        For each item that was reached: its resources as JSON, or {"failed": reason}. Journalled one by one.
-    """
-    results: dict[compiler.Item, dict[str, Any]] = {}
-
-    def key(item: compiler.Item) -> dict[str, Any]:
-        problem, config, target = item
-        return {
-            "kind": "compile",
-            "problem": problem.to_json(),
-            "config": config.to_json(),
-            "arch": target.arch,
-            "kernels": fingerprint.kernels(),
-            **{k: fingerprint.toolchain()[k] for k in ("dsl", "tvm_ffi")},
-        }
-
-    todo = []
-    for item in items:
-        found = ctx.known(key(item))
-        if found is not None and ("failed" in found or not need_code):
-            results[item] = found
-        else:
-            todo.append(item)
-
-    with Steps(ctx.console, "compile", len(items), ctx.budget) as steps:
-        steps.step("from the journal", len(results))
-
-        def finished(done: compiler.Done, count: int, total: int) -> None:
-            result = {"failed": done.error} if done.error else _resources(done)
-            if results.get(done.item) != result:
-                results[done.item] = result
-                ctx.journal.add(key(done.item), result)
-            problem, config, target = done.item
-            steps.step(f"{target.arch} {problem.label()} {config.label()}")
-            if done.source == "compiled" and ctx.budget.left < reserve_s:
-                raise _OutOfTime
-
-        try:
-            if todo and ctx.budget.left > reserve_s:
-                compiler.compile_many(todo, ctx.workers, finished)
-        except _OutOfTime:
-            pass
-    return results
-
-
-def _resources(done: compiler.Done) -> dict[str, Any]:
-    found = done.resources.to_json() if done.resources is not None else {}
-    found.pop("kernel", None)  # the symbol is long and says nothing here
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------
-# Manifest
-# ---------------------------------------------------------------------------------------------------
-
-
-def manifest(
-    ctx: Context, target: Target, *, provenance: str, driver: str, policy: dict[str, Any], versions: dict[str, str]
-) -> tables.Manifest:
-    """The manifest of a table made now."""
-    return tables.Manifest(
-        gpu_name=target.name,
-        arch=target.arch,
-        sms=target.sms,
-        provenance=provenance,
-        kernel_fingerprint=fingerprint.kernels(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        driver=driver,
-        versions={**_versions(), **versions},
-        policy={**policy, "commit": commit(), "budget_s": ctx.budget.seconds},
-        acceptance={
-            w.label: {
-                "problem": w.problem.label(),
-                "name": w.acceptance.name,
-                "source": w.acceptance.source,
-                "lengths": [round(s, 6) for s in w.lengths],
-                "mean": round(w.mix.mean_length, 4),
-                "flush": round(w.mix.flush, 6),
-                "mean_live": round(w.mix.mean_live, 4),
-            }
-            for w in ctx.plan.workloads
-        },
-    )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        found[name] = importlib.metadata.version(name)
-    return found
-
-
-def commit() -> str:
-    """The checkout's commit, with "+changes" if kernel or tuner sources differ from it; empty outside a checkout."""
-    here = Path(__file__).resolve().parent.parent
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip()
-
-    try:
-        head = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "replayssm_cute", "tuning")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return head + ("+changes" if changed else "")

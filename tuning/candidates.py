@@ -1,0 +1,126 @@
+"""The candidates of a sweep: in which order they are tried, and their compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from replayssm_cute import compiler, fingerprint
+from replayssm_cute.config import TileConfig
+from replayssm_cute.target import Target
+
+from . import cost, space
+from .context import Context
+from .plan import Workload
+from .progress import Steps
+
+NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
+
+
+def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[TileConfig]:
+    """All configs of a workload, the ones to try first in front.
+
+    The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
+    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA, head split, ring, cap, tail) per
+    round, so that a model that errs about a family costs one round and not the sweep.
+    """
+    batches = tuple(batches)
+    best: dict[TileConfig, float] = {}
+    for batch in batches:
+        times = {}
+        for config in space.configs(workload.problem, target):
+            try:
+                guess = cost.guess(workload.problem, config)
+                times[config] = cost.estimate(workload.problem, config, target, batch, workload.mix, guess).time_us
+            except ValueError:
+                times[config] = float("inf")  # fits nowhere with guessed registers: last, not lost
+        fastest = min(times.values(), default=1.0)
+        for config, time_us in times.items():
+            best[config] = min(best.get(config, float("inf")), time_us / fastest)
+    order = sorted(
+        best, key=lambda c: (best[c], c.heads_per_cta, c.stages, c.head_split, c.ring, c.ctas_per_sm, c.tail_rows)
+    )
+    rounds: dict[tuple[int, int, str, bool, bool], int] = {}
+    turn = {}
+    for config in order:
+        family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1, config.tail_rows > 0)
+        turn[config] = rounds[family] = rounds.get(family, 0) + 1
+    first = space.defaults(workload.problem, target, list(batches))
+    rest = sorted(
+        (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
+    )
+    return [*first, *rest]
+
+
+class _OutOfTime(Exception):
+    """Leaves `compile_many`: its workers end with the item in hand."""
+
+
+def compile_all(
+    ctx: Context, items: list[compiler.Item], *, reserve_s: float, need_code: bool
+) -> dict[compiler.Item, dict[str, Any]]:
+    """Bring items into the disk cache, in the given order, until the budget has only `reserve_s` left.
+
+    Ranks share them out; each returns what all of them have reached.
+
+    Args:
+        need_code: the code itself is wanted; otherwise what the journal knows of it is enough.
+
+    Returns:
+        For each item that was reached: its resources as JSON, or {"failed": reason}. Journalled one by one.
+    """
+    shares = ctx.gather("compilation", lambda: _compile(ctx, ctx.ranks.share(items), reserve_s, need_code))
+    found = {item: result for share in shares for item, result in share.items()}
+    return {item: found[item] for item in items if item in found}
+
+
+def _compile(
+    ctx: Context, items: list[compiler.Item], reserve_s: float, need_code: bool
+) -> dict[compiler.Item, dict[str, Any]]:
+    """`compile_all` of this rank's share."""
+    results: dict[compiler.Item, dict[str, Any]] = {}
+
+    def key(item: compiler.Item) -> dict[str, Any]:
+        problem, config, target = item
+        return {
+            "kind": "compile",
+            "problem": problem.to_json(),
+            "config": config.to_json(),
+            "arch": target.arch,
+            "kernels": fingerprint.kernels(),
+            **{k: fingerprint.toolchain()[k] for k in ("dsl", "tvm_ffi")},
+        }
+
+    todo = []
+    for item in items:
+        found = ctx.known(key(item))
+        if found is not None and ("failed" in found or not need_code):
+            results[item] = found
+        else:
+            todo.append(item)
+
+    with Steps(ctx.console, "compile", len(items), ctx.budget) as steps:
+        steps.step("from the journal", len(results))
+
+        def finished(done: compiler.Done, count: int, total: int) -> None:
+            result = {"failed": done.error} if done.error else _resources(done)
+            if results.get(done.item) != result:
+                results[done.item] = result
+                ctx.journal.add(key(done.item), result)
+            problem, config, target = done.item
+            steps.step(f"{target.arch} {problem.label()} {config.label()}")
+            if done.source == "compiled" and ctx.budget.left < reserve_s:
+                raise _OutOfTime
+
+        try:
+            if todo and ctx.budget.left > reserve_s:
+                compiler.compile_many(todo, ctx.workers, finished)
+        except _OutOfTime:
+            pass
+    return results
+
+
+def _resources(done: compiler.Done) -> dict[str, Any]:
+    found = done.resources.to_json() if done.resources is not None else {}
+    found.pop("kernel", None)  # the symbol is long and says nothing here
+    return found

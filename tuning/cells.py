@@ -1,0 +1,191 @@
+"""One cell on a device: check and time its candidates, race the close ones, time peers and the floor beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replayssm_cute import fingerprint
+from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
+
+from . import cost
+from .context import Context
+from .measure import Policy
+from .plan import Workload
+from .progress import Budget, Steps
+from .results import Candidate, CellResult
+from .worker import Worker
+
+JOB_S = 60.0  # a job takes well under a second; a config that takes this long hangs
+_PEERS_S = 300.0  # peers may compile themselves on their first call
+_RACERS = 8  # at most, the default among them
+
+Compiled = dict[tuple[Problem, TileConfig], dict[str, Any]]
+
+
+class CellTimer:
+    """Measures cells one after another in a worker, through the journal.
+
+    Attributes:
+        compiled: resources of the candidates that may be measured, or why they failed.
+        peers: versions of the peers to time beside; empty for none.
+        floors: whether to time the floor beside.
+        read_gbs: the streaming limit that floors are completed with.
+        notes: what a reader of the results must know.
+        unreached: times that were left out, since the budget had ended.
+    """
+
+    def __init__(self, ctx: Context, worker: Worker, policy: Policy, target: Target, driver: str) -> None:
+        self.ctx, self.worker, self.policy, self.target, self.driver = ctx, worker, policy, target, driver
+        self.compiled: Compiled = {}
+        self.peers: dict[str, str] = {}
+        self.floors = True
+        self.read_gbs = 0.0
+        self.notes: list[str] = []
+        self.unreached = 0
+        self._without_peers: set[Problem] = set()
+
+    def job(self, name: str, key: dict[str, Any], arguments: dict[str, Any], *, timeout_s: float = JOB_S) -> Any:
+        """A worker's job, or what the journal knows of it; a failure is {"failed": ...}, journalled too."""
+        full = {
+            "kind": name,
+            "gpu": self.target.name,
+            "driver": self.driver,
+            "kernels": fingerprint.kernels(),
+            "policy": self.policy.to_json(),
+            **key,
+        }
+        known = self.ctx.known(full)
+        if known is not None:
+            return known.get("value", known)
+        answer = self.worker.call(name, timeout_s=timeout_s, **arguments)
+        if answer.ok:
+            self.ctx.journal.add(full, {"value": answer.value})
+            return answer.value
+        failure = {"failed": answer.kind, "reason": answer.reason}
+        self.ctx.journal.add(full, failure)
+        return failure
+
+    def cell(
+        self, workload: Workload, batch: int, configs: list[TileConfig], share: Budget, steps: Steps
+    ) -> CellResult | None:
+        """Check and time a cell's candidates until its share of the budget ends; None if nothing could be timed."""
+        problem = workload.problem
+        default = default_config(problem, self.target, batch)
+        where = {"problem": problem.to_json(), "batch": batch, "lengths": [round(s, 9) for s in workload.lengths]}
+        candidates: dict[TileConfig, Candidate] = {}
+        facts: dict[str, Any] = {}
+        for config in self.by_estimate(workload, batch, configs, default):
+            resources = self.compiled.get((problem, config))
+            if resources is None or share.left <= 0 or self.ctx.budget.left <= 0:
+                self.unreached += 1
+                continue
+            steps.at(f"{workload.label}, batch {batch}: {config.label()}")
+            result = self.one(problem.to_json(), where, config, resources)
+            if "failed" in result:
+                reason = f"{result['failed']}: {result.get('reason', '')}"
+                candidates[config] = Candidate(config, None, stage="failed", reason=reason)
+                if config == default:
+                    self.note(f"the DEFAULT config {config.label()} of {problem.label()} failed: {reason[:200]}")
+            else:
+                facts = result
+                candidates[config] = Candidate(
+                    config,
+                    result["time_us"],
+                    result["spread"],
+                    facts={k: resources.get(k) for k in ("registers", "shared_bytes", "stack_bytes")},
+                )
+        timed = sorted((c for c in candidates.values() if c.time_us is not None), key=lambda c: c.time_us or 0.0)
+        if not timed:
+            reasons = [c.reason for c in candidates.values() if c.stage == "failed"]
+            self.note(
+                f"{problem.label()}, batch {batch}: no time; {reasons[0][:200] if reasons else 'the budget ended'}"
+            )
+            return None
+        for candidate in self.race(where, timed, default, steps):
+            candidates[candidate.config] = candidate
+        found = self.time_peers(problem, where, steps) if self.peers else []
+        floor = self.job("floor", where, where | {"read_gbs": self.read_gbs}) if self.floors else {}
+        if "failed" in floor:
+            self.note(f"{problem.label()}, batch {batch}: no floor: {floor['failed']}: {floor.get('reason', '')[:200]}")
+        return CellResult(
+            label=workload.label,
+            problem=problem,
+            batch=batch,
+            bytes=facts["bytes"],
+            flush=facts["flush"],
+            default=default,
+            candidates=tuple(candidates.values()),
+            peers=tuple(found),
+            floor_us=floor.get("time_us"),
+        )
+
+    def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:
+        """The peers' times in a cell; a problem whose peers hang or crash is not asked again."""
+        if problem in self._without_peers or self.ctx.budget.left <= 0:
+            return []
+        steps.at(f"{problem.label()}, batch {where['batch']}: peers")
+        key = where | {"versions": self.peers}
+        answer = self.job("peers", key, where, timeout_s=min(_PEERS_S, max(JOB_S, self.ctx.budget.left / 2)))
+        if isinstance(answer, list):
+            return answer
+        self._without_peers.add(problem)
+        self.note(f"{problem.label()}: peers failed: {answer['failed']}: {answer.get('reason', '')[:200]}")
+        return []
+
+    def by_estimate(
+        self, workload: Workload, batch: int, configs: list[TileConfig], default: TileConfig
+    ) -> list[TileConfig]:
+        """The default first, then what the model, knowing the compiled kernels, thinks fastest here."""
+
+        def time_of(config: TileConfig) -> float:
+            resources = self.compiled.get((workload.problem, config), {})
+            known = cost.guess(workload.problem, config)
+            if "registers" in resources:
+                known = cost.Guess(resources["registers"], resources["shared_bytes"], resources["stack_bytes"])
+            try:
+                return cost.estimate(workload.problem, config, self.target, batch, workload.mix, known).time_us
+            except ValueError:
+                return float("inf")
+
+        return [default, *sorted((c for c in configs if c != default), key=time_of)]
+
+    def one(
+        self, problem: dict[str, Any], where: dict[str, Any], config: TileConfig, resources: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The time of one config in one cell, after its numbers were found right; or {"failed": ...}."""
+        if "failed" in resources:
+            return {"failed": "compilation", "reason": str(resources["failed"])}
+        names = {"problem": problem, "config": config.to_json()}
+        checked: dict[str, Any] = self.job("check", names, names)
+        if "failed" in checked:
+            return checked
+        result: dict[str, Any] = self.job(
+            "time", where | {"config": config.to_json()}, where | {"config": config.to_json()}
+        )
+        return result
+
+    def race(self, where: dict[str, Any], timed: list[Candidate], default: TileConfig, steps: Steps) -> list[Candidate]:
+        """Time the close ones again, interleaved; the default runs too. Empty if there is nothing to decide."""
+        assert timed[0].time_us is not None
+        bar = timed[0].time_us * (1 + self.policy.race_within)
+        close = [c for c in timed if c.time_us is not None and c.time_us <= bar][:_RACERS]
+        rest = [c for c in timed if c.config == default and c not in close]
+        field = [*close[: _RACERS - len(rest)], *rest]
+        if len(field) < 2:
+            return []
+        steps.at(f"batch {where['batch']}: race of {len(field)}")
+        names = where | {"configs": [c.config.to_json() for c in field]}
+        answer = self.job("race", names, names)
+        if not isinstance(answer, list):
+            self.note(f"batch {where['batch']}: the race failed: {answer.get('reason', '')[:200]}")
+            return []
+        return [
+            Candidate(c.config, a["time_us"], a["spread"], stage="raced", facts=c.facts)
+            for c, a in zip(field, answer, strict=True)
+        ]
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)

@@ -1,0 +1,11 @@
+"""How sweeps fail."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """A sweep that was asked for something that does not go together; nothing has been done."""
+
+
+class SweepError(RuntimeError):
+    """A sweep that cannot go on; the message says why and what to do."""

@@ -1,0 +1,69 @@
+"""The manifest of a table: which GPU, kernels, versions, policy and acceptance lengths its numbers belong to."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm_cute import fingerprint, tables
+from replayssm_cute.target import Target
+
+from .context import Context
+
+
+def manifest(
+    ctx: Context, target: Target, *, provenance: str, driver: str, policy: dict[str, Any], versions: dict[str, str]
+) -> tables.Manifest:
+    """The manifest of a table made now."""
+    return tables.Manifest(
+        gpu_name=target.name,
+        arch=target.arch,
+        sms=target.sms,
+        provenance=provenance,
+        kernel_fingerprint=fingerprint.kernels(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        driver=driver,
+        versions={**_versions(), **versions},
+        policy={**policy, "commit": commit(), "budget_s": ctx.budget.seconds},
+        acceptance={
+            w.label: {
+                "problem": w.problem.label(),
+                "name": w.acceptance.name,
+                "source": w.acceptance.source,
+                "lengths": [round(s, 6) for s in w.lengths],
+                "mean": round(w.mix.mean_length, 4),
+                "flush": round(w.mix.flush, 6),
+                "mean_live": round(w.mix.mean_live, 4),
+            }
+            for w in ctx.plan.workloads
+        },
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        found[name] = importlib.metadata.version(name)
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, with "+changes" if kernel or tuner sources differ from it; empty outside a checkout."""
+    here = Path(__file__).resolve().parent.parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "replayssm_cute", "tuning")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head + ("+changes" if changed else "")
