@@ -87,7 +87,8 @@ def checkpointing_ssu(
         TypeError: an argument of a wrong type or dtype.
         ValueError: a wrong rank, shape, device, stride, alignment or value, or a config that cannot run here.
         NotImplementedError: what is not served yet.
-        RuntimeError: no kernels for this GPU, or a kernel that is not ready during a graph capture.
+        RuntimeError: no kernels for this GPU, none that passed its self-check on it, or a kernel that is not ready
+            during a graph capture.
     """
     if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
         not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
@@ -167,7 +168,7 @@ class Explanation:
 
     @property
     def source(self) -> str:
-        """ "table", "nearest", "default", "forced" or "reference"."""
+        """ "table", "nearest", "default", "fallback", "forced" or "reference"."""
         return self.choice.source if self.choice else "reference"
 
     def __str__(self) -> str:
@@ -245,13 +246,18 @@ def explain(
     if target is None:
         if device is None and not torch.cuda.is_available():
             raise ValueError('target: got None without a GPU, expected a Target or a name such as "b300" or "sm_100a"')
-        target = plan.device_target(plan.current_device() if device is None else device)
+        device = plan.current_device() if device is None else device
+        target = plan.device_target(device)
+    else:
+        device = None  # explained for any GPU of that kind
     if config is not None:
         choice = plan.forced(problem, config, target)
     elif table_paths is not None:
         choice = tables.Tables.of(target, table_paths).choose(problem, batch)
     else:
         choice = tables.choose(problem, batch, target)
+        if device is not None:
+            choice = plan.expected(problem, batch, choice, device)
     return Explanation(problem, batch, target, choice)
 
 

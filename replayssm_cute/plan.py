@@ -272,14 +272,26 @@ def eligible(problem: Problem, batch: int, choice: tables.Choice, device: int) -
     Raises:
         RuntimeError: if no kernel is left; during a capture, if one that has to be asked is not on the device yet.
     """
-    if _ready(problem, choice.config, device, batch):
-        return choice
     others = selfcheck.substitutes(problem, batch, device_target(device))
-    for config in others:
+    for config in (choice.config, *others):
         if _ready(problem, config, device, batch):
-            reason = f"config {choice.config.label()} ({choice.source}) failed its self-check on this GPU"
-            return tables.Choice(config, "fallback", reason)
+            return _in_place_of(choice, config)
     raise selfcheck.refusal(problem, list(dict.fromkeys((choice.config, *others))), device)
+
+
+def expected(problem: Problem, batch: int, choice: tables.Choice, device: int) -> tables.Choice:
+    """`choice`, or what stands in for it as far as this process knows; runs nothing."""
+    for config in (choice.config, *selfcheck.substitutes(problem, batch, device_target(device))):
+        if not selfcheck.excluded(problem, config, device):
+            return _in_place_of(choice, config)
+    return choice
+
+
+def _in_place_of(choice: tables.Choice, config: TileConfig) -> tables.Choice:
+    if config == choice.config:
+        return choice
+    reason = f"config {choice.config.label()} ({choice.source}) failed its self-check on this GPU"
+    return tables.Choice(config, "fallback", reason)
 
 
 def _ready(problem: Problem, config: TileConfig, device: int, batch: int) -> bool:

@@ -263,7 +263,9 @@ def _write(identity: dict[str, Any], verdict: Verdict) -> None:
             json.dump({**identity, **dataclasses.asdict(verdict)}, file, indent=1)
         os.replace(part, path)
     except OSError as error:
-        _say(f"self-check: {compiler.cache_dir()} cannot be written ({error}); every process checks its kernels anew")
+        # The same text for every kernel, so that it is said once.
+        what = f"{compiler.cache_dir()} cannot be written ({type(error).__name__})"
+        _say(f"self-check: {what}; every process checks its kernels anew")
     finally:
         if part is not None:
             with contextlib.suppress(OSError):
@@ -348,7 +350,7 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
     period, tail = problem.window + 1, config.tail_rows
     in_tail = min(tail, ROWS)  # live ones; padding fills the rest of a long tail
     step = in_tail or ROWS
-    for number in range(max(2, -(-period // step))):
+    for number in range(max(3, -(-period // step))):  # three show short windows in every way to wrap
         pad = (-1, 0)[number % 2]
         live = range(number * step, number * step + ROWS + in_tail)
         # Consecutive rows take turns at the ways to wrap, also where W + 1 is a multiple of their number.

@@ -31,7 +31,8 @@ class Choice:
 
     Attributes:
         config: the tile config to run.
-        source: "table" (this problem's own cell), "nearest" (another cell) or "default" (the rule of `config`).
+        source: "table" (this problem's own cell), "nearest" (another cell), "default" (the rule of `config`),
+            "forced" (by the caller) or "fallback" (in place of one whose kernel failed its self-check).
         reason: in words.
         table: name of the table's file, None for the default rule.
         provenance: "measured" or "estimated", None for the default rule.
