@@ -182,6 +182,9 @@ def _store(directory: Path, compiled: Any, problem: Problem, config: TileConfig,
     """Export `compiled` into `directory`: each file to a temporary name, then renamed; the JSON file last."""
     path = directory / f"{_host()}.o"
     directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob(f"{_host()}.*.tmp*"):  # of writers that were killed: the key's lock is held
+        with contextlib.suppress(OSError):
+            leftover.unlink()
     # The exporter tells its format from the suffix.
     part = directory / f"{_host()}.{os.getpid()}.tmp.o"
     meta_part = part.with_suffix(".json.tmp")

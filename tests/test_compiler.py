@@ -251,6 +251,18 @@ def test_failing_export_leaves_nothing_behind(fake_compiler: Path, monkeypatch: 
     assert compiler.counters().compiled == 2
 
 
+def test_what_a_killed_writer_left_is_removed(fake_compiler: Path) -> None:
+    directory = fake_compiler / compiler.key(SMALL, CONFIG, H200.arch)
+    directory.mkdir(parents=True)
+    for name in ("1.tmp.o", "2.tmp.json.tmp"):
+        (directory / f"{compiler._host()}.{name}").write_text("half")
+    (directory / "another-host.3.tmp.o").write_text("half")
+    compiler.get(SMALL, CONFIG, H200)
+    assert sorted(p.name for p in directory.iterdir()) == sorted(
+        ("another-host.3.tmp.o", f"{compiler._host()}.o", f"{compiler._host()}.json")
+    )
+
+
 @pytest.mark.parametrize("where", ["file", "devnull", "name too long", "no such user"])
 def test_unwritable_directory_keeps_kernels_in_memory_and_says_so_once(
     where: str,
