@@ -222,5 +222,9 @@ def test_an_open_window_is_not_exported() -> None:
         cache.export_slots([0, 1])
     cache.settle([1], [2])
     assert cache.export_slots([0, 1]).count.tolist() == [0, 2]
+    cache.begin_step([2], [0], [4])
+    cache.import_slots([2], exported()[0])  # ends the window of whoever was there: its count is stale
+    cache.begin_step([2], [3], [0])
+    assert cache.pnat.tolist() == [0, 2, 7] and cache.last_tokens.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match=r"slots: got 3 for row 1, expected 0\.\.2"):
         cache.export_slots([0, 3])

@@ -24,16 +24,13 @@ def export(spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, sl
         picked = cache[slot[:, None], :, row].transpose(1, 2).cpu()  # (n, H or G, m, ...)
         return torch.where(live if picked.dim() == 3 else live[..., None], picked, 0)
 
-    def stacked(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts).contiguous()
-
     return LogicalState(
         spec,
         count,
-        stacked([layer.state[slot].cpu() for layer in layers]),
-        stacked([rows(layer.x_cache) for layer in layers]),
-        stacked([rows(layer.B_cache) for layer in layers]),
-        stacked([rows(layer.dt_cache) for layer in layers]),
+        torch.stack([layer.state[slot].cpu() for layer in layers]),
+        torch.stack([rows(layer.x_cache) for layer in layers]),
+        torch.stack([rows(layer.B_cache) for layer in layers]),
+        torch.stack([rows(layer.dt_cache) for layer in layers]),
     )
 
 
