@@ -160,8 +160,8 @@ def _verdict(problem: Problem, config: TileConfig, index: int) -> Verdict:
             start = time.perf_counter()
             with plan.on_device(index), _plain_torch():
                 verdict, lost = _examine(problem, config, kernel, device)
+                _write(identity, verdict)  # at once: after a lost context even leaving the device may raise
             _ran += 1
-            _write(identity, verdict)
             if verdict.outcome == "passed":
                 seconds = time.perf_counter() - start
                 log.info("self-check: %s, config %s, passed in %.2f s", problem.label(), config.label(), seconds)
@@ -303,9 +303,9 @@ def _examine(
             kernel(*kernel_args(after))
             _wait(device, HANG_SECONDS)
         except Exception as error:  # whatever a broken kernel raises
-            if _NOT_THE_KERNEL.search(str(error)):
+            first = (str(error).strip().splitlines() or [""])[0]  # the rest is general advice
+            if _NOT_THE_KERNEL.search(first):
                 raise
-            first = (str(error).strip().splitlines() or [""])[0]
             return Verdict("crashed", f"{type(error).__name__}: {first}"), _lost(device, error)
         if violation := compare.bounds(problem).violation(compare.errors(before, after)):
             return Verdict("failed", violation), False
