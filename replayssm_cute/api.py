@@ -80,6 +80,9 @@ def checkpointing_ssu(
     also checks slots and cursors of CUDA tensors, which synchronizes; not while a graph is captured. Under
     torch.compile the call becomes one node, the operator `replayssm_cute::checkpointing_ssu`.
 
+    NaN and Inf outside the live rows change nothing. In a new token's x they reach the outputs of that row, head and
+    column of P for earlier tokens of the same call too, since a kernel multiplies all tokens at once.
+
     Returns:
         `out`.
 
