@@ -167,4 +167,4 @@ class Ranks:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split()).split(" This is typically")[0][:300]
