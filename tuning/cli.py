@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     refit = commands.add_parser("fit", help="fit the cost model's constants to the timings in journals of sweeps")
-    refit.add_argument("journals", nargs="+", type=Path, help="journal.jsonl files")
+    refit.add_argument("journals", nargs="+", type=Path, help="journal*.jsonl files, all of a sweep together")
     commands.add_parser("list", help="the shipped plans")
     explain = commands.add_parser("explain-plan", help="what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)

@@ -83,13 +83,14 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
     """
     found: list[Timing] = []
     kernels: set[str] = set()
-    for path in paths:
-        compiled: dict[str, dict[str, Any]] = {}
-        times: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {}
-        records = list(_records(path))
+    journals = {path: list(_records(path)) for path in paths}
+    compiled: dict[str, dict[str, Any]] = {}  # of all: what a rank times, another one may have compiled
+    for records in journals.values():
         for key, result in records:
-            if key["kind"] == "compile" and "registers" in result:
+            if key["kind"] == "compile" and "registers" in result and key.get("arch", target.arch) == target.arch:
                 compiled[_kernel(key, key["config"])] = result
+    for path, records in journals.items():
+        times: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {}
         for kind in ("time", "race"):
             for key, result in records:
                 if key["kind"] != kind or "failed" in result:

@@ -6,6 +6,7 @@ import base64
 import html
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from .judge import judge
 from .plots import draw_all, frame, peers_of
 from .results import Results
+from .stability import STABILITY_SUFFIX, Stability
 from .sweep import RESULTS_SUFFIX, TABLE_SUFFIX
 
 PAGE = "report"
@@ -117,6 +119,7 @@ def _section(folder: Path, stem: str, results: Results) -> list[Block]:
                 f"{100 * judged['regret'].median():.1f}% (median), {100 * judged['regret'].max():.1f}% (worst).",
             )
         )
+    blocks += _stability(folder, stem)
     blocks.append(Block("h3", "How"))
     blocks.append(Block("list", items=tuple(_method(results, table))))
     if results.notes:
@@ -124,6 +127,48 @@ def _section(folder: Path, stem: str, results: Results) -> list[Block]:
         blocks.append(Block("list", items=results.notes))
     blocks.append(Block("p", f"Table: `{stem}{TABLE_SUFFIX}`; every candidate: `{stem}{RESULTS_SUFFIX}`."))
     return blocks
+
+
+def _stability(folder: Path, stem: str) -> list[Block]:
+    """How far repeated sweeps agree, where there were any."""
+    path = folder / f"{stem}{STABILITY_SUFFIX}"
+    if not path.exists():
+        return []
+    stability = Stability.load(path)
+    table = _stability_frame(stability)
+    blocks = [Block("h3", "Stability of the winners"), Block("p", f"{stability.summary()}.")]
+    if table.empty:
+        return blocks
+    table.to_csv(folder / "plots" / f"{stem}-stability.csv", index=False, float_format="%.6g")
+    shown = table[["workload", "batch", "winners"]].copy()
+    shown.insert(2, "flip rate", table["flip_rate"].map("{:.0%}".format))
+    for column in ("mean_regret", "worst_regret"):
+        texts = table[column].map(lambda v: "–" if pd.isna(v) else f"{v:.2%}")
+        shown.insert(len(shown.columns) - 1, column.replace("_", " "), texts)
+    explained = (
+        "Flip rate: share of the pairs of repeats that chose differently. Regret: a repeat's winner in the other "
+        "repeats, its median time over the lowest median of any config. The table is the first repeat's. "
+        f"CSV: `plots/{stem}-stability.csv`."
+    )
+    return [*blocks, Block("table", table=shown), Block("p", explained)]
+
+
+def _stability_frame(stability: Stability) -> pd.DataFrame:
+    """One row a cell; the winners' labels with how often each won."""
+    rows = [
+        {
+            "workload": c.label,
+            "problem": c.problem,
+            "batch": c.batch,
+            "repeats": len(c.winners),
+            "flip_rate": c.flip_rate,
+            "mean_regret": sum(c.known_regrets) / len(c.known_regrets) if c.known_regrets else None,
+            "worst_regret": c.worst,
+            "winners": "; ".join(f"{n}x {w}" for w, n in Counter(c.winners).most_common()),
+        }
+        for c in stability.cells
+    ]
+    return pd.DataFrame(rows)
 
 
 def _verdict(results: Results, table: pd.DataFrame) -> str:

@@ -39,9 +39,14 @@ class CellStability:
     regrets: tuple[float | None, ...]
 
     @property
+    def known_regrets(self) -> list[float]:
+        """Those that could be told."""
+        return [r for r in self.regrets if r is not None]
+
+    @property
     def worst(self) -> float | None:
         """The largest known regret."""
-        return max((r for r in self.regrets if r is not None), default=None)
+        return max(self.known_regrets, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Stability:
             f"{self.repeats} repeats: two sweeps choose differently in {flips:.1%} of cells on average "
             f"({flipping} of {len(self.cells)} cells ever flip)"
         )
-        known = [r for c in self.cells for r in c.regrets if r is not None]
+        known = [r for c in self.cells for r in c.known_regrets]
         if not known:
             return f"{text}; no winner was timed in the other repeats"
         over = sum((c.worst or 0.0) > GOAL for c in self.cells)
