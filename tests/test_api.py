@@ -229,7 +229,7 @@ def test_explain_refuses_half_a_question() -> None:
 
 def test_use_tables_changes_what_runs(cpu_as_gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    tables.write(path, table({SMALL: [cell(16, TileConfig(head_split=2))]}))
+    tables.write(path, table({SMALL: [cell(8, TileConfig(head_split=2))]}))
     call = random_call(SMALL, 2)
     arguments = call.kwargs()
     pad, slots = arguments.pop("pad_slot_id"), arguments.pop("state_batch_indices")

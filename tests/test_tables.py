@@ -278,7 +278,7 @@ def lookup(*given: Table, target: Target = H200) -> Tables:
     return Tables(target, tuple((f"t{i}", t) for i, t in enumerate(given)))
 
 
-@pytest.mark.parametrize(("batch", "config", "bucket"), [(1, SPLIT, 1), (2, FOUR, 64), (63, FOUR, 64), (64, FOUR, 64)])
+@pytest.mark.parametrize(("batch", "config", "bucket"), [(1, SPLIT, 1), (16, FOUR, 64), (63, FOUR, 64), (64, FOUR, 64)])
 def test_exact_problem_takes_the_bucket_at_or_above(batch: int, config: TileConfig, bucket: int) -> None:
     choice = lookup(FULL).choose(WIDE, batch)
     assert (choice.source, choice.config, choice.provenance, choice.table) == ("table", config, "measured", "t0")
@@ -291,8 +291,28 @@ def test_above_the_last_bucket_the_problems_own_last_cell_is_nearest() -> None:
     assert "bucket 64" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("batch", "source"),
+    [(2, "nearest"), (4, "nearest"), (5, "default"), (15, "default"), (16, "table"), (257, "default")],
+)
+def test_a_cell_answers_only_near_its_own_batch(batch: int, source: str) -> None:
+    """Buckets 1 and 64: between 4 and 16, and above 256, neither says anything, and the default rule knows better."""
+    choice = lookup(FULL).choose(WIDE, batch)
+    assert choice.source == source
+    if source == "default":
+        assert choice.config == default_config(WIDE, H200, batch)
+        assert "no table has a cell within 4x of this work" in choice.reason
+
+
+def test_another_problems_cell_reaches_as_far_in_work() -> None:
+    half = dataclasses.replace(WIDE, heads=64, groups=4)
+    found = lookup(table({half: [cell(64, TWO)]}))  # the work of 32 rows
+    sources = {batch: found.choose(WIDE, batch).source for batch in (7, 8, 32, 128, 129)}
+    assert sources == {7: "default", 8: "nearest", 32: "nearest", 128: "nearest", 129: "default"}
+
+
 def test_earlier_tables_override_later_ones() -> None:
-    user = table({WIDE: [cell(64, TWO)]})
+    user = table({WIDE: [cell(4, TWO)]})
     assert lookup(user, FULL).choose(WIDE, 1).config == TWO
     assert lookup(FULL, user).choose(WIDE, 1).config == SPLIT
 
@@ -329,15 +349,15 @@ def test_incomparable_problems_do_not_answer(change: dict[str, Any]) -> None:
 
 def test_cells_whose_config_is_invalid_here_are_passed_over() -> None:
     small = dataclasses.replace(H200, shared_per_block=TWO.shared_bytes(WIDE) - 1)
-    cells = table({WIDE: [cell(8, TWO), cell(64, ONE)]})
-    assert lookup(cells).choose(WIDE, 1).config == TWO
-    assert lookup(cells, target=small).choose(WIDE, 1).config == ONE
-    assert lookup(table({WIDE: [cell(8, TWO)]}), target=small).choose(WIDE, 1).source == "default"
+    cells = table({WIDE: [cell(8, TWO), cell(16, ONE)]})
+    assert lookup(cells).choose(WIDE, 4).config == TWO
+    assert lookup(cells, target=small).choose(WIDE, 4).config == ONE
+    assert lookup(table({WIDE: [cell(8, TWO)]}), target=small).choose(WIDE, 4).source == "default"
 
 
 def test_candidates_are_all_answers_up_to_batch_256() -> None:
     found = lookup(table({WIDE: [cell(1, SPLIT), cell(7, TWO)], dataclasses.replace(WIDE, tokens=3): [cell(300, ONE)]}))
-    answers = {found.choose(WIDE, b).config for b in range(1, 257)}
+    answers = {found.choose(WIDE, b).config for b in range(1, 1500)}
     assert answers <= set(found.candidates(WIDE))
     assert {SPLIT, TWO, ONE} <= set(found.candidates(WIDE))
     default = {default_config(SMALL, H200, b) for b in (1, 10, 100, 1000, 10_000)}
@@ -354,7 +374,7 @@ def test_measured_tables_come_before_estimated_ones_and_user_before_shipped(
     monkeypatch.setattr(tables.files, "shipped", lambda: [ship])
     found = Tables.of(H200, [estimated, measured])
     assert [n for n, _ in found.tables] == [str(measured), str(estimated), "shipped s.json"]
-    only = Tables.of(H200, [estimated]).choose(WIDE, 1)
+    only = Tables.of(H200, [estimated]).choose(WIDE, 64)
     assert (only.config, only.provenance) == (ONE, "estimated")
 
 
@@ -367,9 +387,9 @@ def test_environment_names_user_tables_and_use_overrides_it(
     monkeypatch.setenv("REPLAYSSM_TABLES", f"{first}{os.pathsep}{second}")
     tables.forget()
     try:
-        assert tables.choose(WIDE, 1, H200).config == TWO
+        assert tables.choose(WIDE, 64, H200).config == TWO
         tables.use([second])
-        assert tables.choose(WIDE, 1, H200).config == ONE
+        assert tables.choose(WIDE, 64, H200).config == ONE
     finally:
         monkeypatch.delenv("REPLAYSSM_TABLES")
         tables.use(None)

@@ -21,6 +21,9 @@ log = logging.getLogger("replayssm_cute")
 
 # A config's speed depends on these; a cell of a problem that differs in one of them says nothing.
 _SAME = ("state_dtype", "io_dtype", "head_dim", "d_state", "heads_per_group")
+# A cell answers for at most so many times more or less work (batch x heads) than it was made at: what wins at one row
+# can be several times slower than the default rule at a hundred.
+REACH = 4
 # Batches that `candidates` asks the default rule about: all small ones, then a grid.
 _BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
 
@@ -113,19 +116,22 @@ class Tables:
         """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
         for buckets, choices in self._exact.get(problem, ()):
             at = bisect.bisect_left(buckets, batch)
-            if at < len(choices):
+            if at < len(choices) and buckets[at] <= REACH * batch:
                 return choices[at]
         return self._nearest(problem, batch) or self._default(problem, batch)
 
     def _nearest(self, problem: Problem, batch: int) -> Choice | None:
-        """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties."""
+        """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties.
+
+        None if no comparable problem has a cell within `REACH`.
+        """
         best: tuple[tuple[float, ...], Choice] | None = None
         for rank, (name, table) in enumerate(self.tables):
             for other, cells in table.entries.items():
                 if not _comparable(other, problem):
                     continue
                 cell = _reaching(problem, self.target, cells, batch * problem.heads / other.heads)
-                if cell is None:
+                if cell is None:  # none of these is near enough, or valid here
                     continue
                 work = abs(math.log2(cell.batch * other.heads / (batch * problem.heads)))
                 others = sum(getattr(other, f.name) != getattr(problem, f.name) for f in dataclasses.fields(problem))
@@ -146,18 +152,24 @@ class Tables:
         return best[1] if best else None
 
     def _default(self, problem: Problem, batch: int) -> Choice:
-        why = "no table for this GPU and these kernels" if not self.tables else "no table knows a comparable problem"
+        why = "no table for this GPU and these kernels"
+        if self.tables:
+            known = any(_comparable(p, problem) for _, table in self.tables for p in table.entries)
+            why = (
+                f"no table has a cell within {REACH}x of this work" if known else "no table knows a comparable problem"
+            )
         return Choice(default_config(problem, self.target, batch), "default", f"{why}; default rule")
 
     def candidates(self, problem: Problem) -> tuple[TileConfig, ...]:
         """Every config that `choose` returns for some batch of `problem`: exact up to batch 256, on a grid above."""
         edges: set[int] = set(_BATCHES)
         for _, table in self.tables:
-            # A cell answers up to its own batch, scaled by heads where it is another problem's.
+            # A cell answers within `REACH` of its own batch, scaled by heads where it is another problem's.
             for other, cells in table.entries.items():
                 for cell in cells if _comparable(other, problem) else ():
-                    scaled = cell.batch * other.heads // problem.heads
-                    edges |= {scaled, scaled + 1}
+                    for work in (cell.batch * other.heads, cell.batch * other.heads * REACH):
+                        edges |= {work // problem.heads, work // problem.heads + 1}
+                    edges |= {-(-cell.batch * other.heads // (problem.heads * REACH))}
         return tuple(dict.fromkeys(self.choose(problem, b).config for b in sorted(edges) if b >= 1))
 
 
@@ -170,13 +182,15 @@ def _kind(table: Table) -> str:
 
 
 def _reaching(problem: Problem, target: Target, cells: Iterable[Cell], batch: float) -> Cell | None:
-    """The first valid cell at or above `batch`, else the last valid one below."""
+    """The first valid cell at or above `batch`, else the last valid one below, if it is within `REACH`."""
     below = None
     for cell in _valid(problem, target, cells):
         if cell.batch >= batch:
-            return cell
+            if cell.batch <= REACH * batch:
+                return cell
+            break
         below = cell
-    return below
+    return below if below is not None and below.batch * REACH >= batch else None
 
 
 def _valid(problem: Problem, target: Target, cells: Iterable[Cell]) -> Iterator[Cell]:
