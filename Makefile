@@ -8,7 +8,6 @@ VENV ?= .venv
 EXTRAS ?= tuning,dev
 PLAN ?= tuning/plans/nemotron3-super.toml
 TUNE_ARGS ?= --tp 1 --budget 225s
-REPORT_DIR ?= reports
 PYTEST_ARGS ?=
 
 comma := ,
