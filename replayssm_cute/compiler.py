@@ -477,6 +477,22 @@ def compile_many(
     return [results[item] for item in todo]
 
 
+def end_with_parent() -> None:
+    """In a child process of multiprocessing: end when the parent does, also when it is killed amid a job.
+
+    A pool's worker would wait for its next item for ever otherwise, since it holds both ends of the queue's pipe.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
 def _feed(items: queue.SimpleQueue[Item], finish: Callable[[Done], None]) -> None:
     """Give items one by one to a worker process of this thread's own, so that a crash costs one item."""
     context = multiprocessing.get_context("spawn")
@@ -487,7 +503,7 @@ def _feed(items: queue.SimpleQueue[Item], finish: Callable[[Done], None]) -> Non
                 item = items.get_nowait()
             except queue.Empty:
                 return
-            pool = pool or concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
+            pool = pool or concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent)
             try:
                 done = pool.submit(_work, item).result()
             except BrokenProcessPool:

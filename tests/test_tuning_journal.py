@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -130,6 +132,44 @@ def test_a_worker_goes_on_after_everything(worker: Worker) -> None:
         left = worker.call("leave", timeout_s=30)
         assert "exit code 7" in left.reason
         assert worker.starts == 4
+
+
+_ORPHANS = """
+import sys
+from pathlib import Path
+from replayssm_tuning.worker import Worker
+from test_tuning_journal import Jobs
+
+if __name__ == "__main__":
+    worker = Worker(Jobs, ("hello",), log=Path(sys.argv[1]))
+    print(worker.call("hello", timeout_s=60, name="a").value["pid"], flush=True)
+    worker.call("hang", timeout_s=600)
+"""
+
+
+def test_a_hanging_job_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(_ORPHANS)
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), str(tmp_path / "log")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while _runs(child):
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a zombie has ended; only its parent has not asked for the exit code
 
 
 def test_a_runner_that_cannot_be_built_says_so(tmp_path: Path) -> None:

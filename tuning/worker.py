@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replayssm_cute import compiler
+
 _LOG_TAIL = 400  # characters of a dead worker's stderr that go into its reason
 
 
@@ -52,6 +54,7 @@ def _serve(
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
+    compiler.end_with_parent()  # else a job that hangs would keep the GPU from the next sweep
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     runner: Any = None
     while True:
