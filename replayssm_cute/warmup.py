@@ -110,7 +110,10 @@ def warmup(
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise ValueError(f"batches: got {batch!r}, expected positive ints")
     problems, batches = list(dict.fromkeys(problems)), sorted(set(batches))
-    target = plan.device_target(index)
+    try:
+        target = plan.device_target(index)
+    except (AssertionError, RuntimeError) as error:  # torch's own words name no way out
+        raise _no_gpu(error) from error
     say = progress or (lambda _: None)
     coverage = Coverage(target.name)
     start, before, checked = time.perf_counter(), compiler.counters(), selfcheck.count()
@@ -148,11 +151,21 @@ def _listed(name: str, values: object) -> list[Any]:
     return list(values)
 
 
+def _no_gpu(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"warmup needs a GPU that kernels exist for: {error}. On a host without one, python -m replayssm_cute.compiler "
+        f"fills a cache; CPU tensors run the reference, without warmup"
+    )
+
+
 def _device_index(device: torch.device | str | int | None) -> int:
     from . import plan
 
     if device is None:
-        return plan.current_device()
+        try:
+            return plan.current_device()
+        except (AssertionError, RuntimeError) as error:
+            raise _no_gpu(error) from error
     if isinstance(device, int) and not isinstance(device, bool):
         return device
     if not isinstance(device, (str, torch.device)):

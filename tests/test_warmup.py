@@ -197,6 +197,13 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", [None, 0])
+def test_without_a_gpu_the_error_names_what_to_do(device: int | None) -> None:
+    with pytest.raises(RuntimeError, match=r"warmup needs a GPU .* python -m replayssm_cute\.compiler fills a cache"):
+        warmup([SMALL], [1], device=device)
+
+
 @pytest.mark.gpu
 def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
     problem = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
