@@ -71,8 +71,7 @@ def enter(
         state = source.state.to(dtypes.TORCH[spec.state_dtype])
         if int(folded.max()):
             # In float64 and rounded once, so that moving a state costs no more than the flush that it anticipates.
-            exact = fold(source, rates[i], each, zero, folded, int(folded.max()), torch.float64)
-            state = torch.where((folded > 0)[:, None, None, None], exact.to(state.dtype), state)
+            state = fold(source, rates[i], each, zero, folded, int(folded.max()), torch.float64).to(state.dtype)
         layer.state[slot] = state.to(slot.device)
         for cache, rows in ((layer.x_cache, source.x_cache), (layer.B_cache, source.B_cache),
                             (layer.dt_cache, source.dt_cache)):  # fmt: skip

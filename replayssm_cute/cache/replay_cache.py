@@ -384,8 +384,9 @@ class ReplayCache:
         """Put exported logical states into slots. Synchronizes.
 
         The state may come from another W, T, ring phase or state dtype. Live rows beyond this cache's W are folded
-        into the checkpoint, the oldest ones, exactly so many that the rest fits; what needs no fold and no other
-        dtype enters bit for bit. Afterwards rings start at 0 and no window is open.
+        into the checkpoint, the oldest ones, exactly so many that the rest fits, in float64 and rounded once; rows that
+        stay, and checkpoints that need neither fold nor rounding, keep their values exactly. Afterwards rings start
+        at 0 and no window is open.
 
         Args:
             slots: (n,) distinct slots, no padding, one for each slot of `state`.
