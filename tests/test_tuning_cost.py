@@ -198,6 +198,12 @@ def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
     assert len(fit.cells(found)) == 1
     (of_small,) = (t for t in found if t.config == small)
     assert of_small.load.busy == 6  # 64 registers leave it to shared memory; the guessed 120 let 4 in
+    # another rank compiled what this one timed, and a target that is not fitted is in the way
+    foreign = {"key": lines[0]["key"] | {"arch": "sm_100a"}, "result": _resources(registers=255)}
+    ranks = [tmp_path / f"journal.rank{n}.jsonl" for n in range(2)]
+    for rank, part in zip(ranks, (lines[1:], [lines[0], foreign]), strict=True):
+        rank.write_text("".join(json.dumps(line) + "\n" for line in part))
+    assert {t.config: t.load.busy for t in fit.read(ranks, H200)[0]} == {t.config: t.load.busy for t in found}
     with pytest.raises(ValueError, match="timings of NVIDIA H200, expected NVIDIA B200"):
         fit.read([path], dataclasses.replace(H200, name="NVIDIA B200"))
     path.write_text("")

@@ -192,6 +192,14 @@ def test_listing_names_every_plan_and_model(capsys: pytest.CaptureFixture[str]) 
         assert word in shown
 
 
+def test_the_list_is_a_line_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["plan", *SHIPPED]
+    nano = next(line for line in lines if line.startswith("nemotron3-nano-30b"))
+    assert re.fullmatch(r"\S+ +12 +1 2 4 8 +1 2 3 4 5 6 +f32 f16 +Nemotron-3 Nano 30B-A3B, .*", nano)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_plan_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain-plan", "--plan", name]) == 0
@@ -221,6 +229,24 @@ def test_one_token_needs_no_distribution(tmp_path: Path) -> None:
         verify, one = plan.load(written(tmp_path, text), acceptance=choice).workloads
         assert (one.acceptance.name, one.lengths, one.mix.flush) == ("one-token", (1.0,), pytest.approx(1 / 16))
         assert verify.acceptance.name == (choice or "published")
+
+
+def test_a_part_of_a_plan_keeps_its_share_of_the_budget(tmp_path: Path) -> None:
+    text = BASE.replace("batches", 'budget_per_workload = "1m"\nbatches')
+    for state, tokens in (("f16", 4), ("f32", 1), ("f16", 1)):
+        text += f'[[workload]]\nlabel = "{state} {tokens}"\ntokens = {tokens}\nstate_dtype = "{state}"\n'
+    path = written(tmp_path, text)
+
+    def kept(**choice: tuple[str, ...] | tuple[int, ...]) -> tuple[list[str], float]:
+        loaded = plan.load(path, **choice)  # type: ignore[arg-type]
+        return [w.label for w in loaded.workloads], loaded.budget_s
+
+    assert kept() == (["verify", "f16 4", "f32 1", "f16 1"], 240)
+    assert kept(states=("f16",)) == (["f16 4", "f16 1"], 120)
+    assert kept(tokens=(1,), states=("f32", "bf16")) == (["f32 1"], 60)
+    assert kept(tokens=(4,), tp=(1, 2)) == (["verify", "verify, TP 2", "f16 4", "f16 4, TP 2"], 240)
+    with pytest.raises(plan.PlanError, match=r"no workload is left.* states f16, f32 and T 1, 4"):
+        plan.load(path, states=("bf16",))
 
 
 def test_a_budget_for_each_workload_follows_the_sizes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from . import plan as plans
 def shipped(console: Console) -> None:
     """A line a plan; workloads are counted at tensor-parallel size 1."""
     rows = [("plan", "workloads", "tp", "T", "states", "models")]
-    for path in sorted(plans.SHIPPED.glob("*.toml")):
+    for path in sorted(plans.SHIPPED.glob("*.toml"), key=lambda p: p.stem):
         whole, plan = plans.load(str(path), tp=(1,)), plans.load(str(path))
         tokens = sorted({w.problem.tokens for w in whole.workloads})
         states = dict.fromkeys(w.problem.state_dtype for w in whole.workloads)

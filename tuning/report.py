@@ -237,6 +237,8 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
             f"median of {p['replays']} replays; candidates within {p['race_within']:.0%} of the fastest, and the "
             f"default, raced again in {p['race_rounds']} interleaved rounds of {p['race_replays']}."
         )
+        if p.get("ranks", 1) > 1:
+            lines.append(f"{p['ranks']} GPUs shared the cells; every cell was measured on one of them alone.")
         lines.append("Numbers checked against the float64 reference before timing: padding rows, NaN in dead rows.")
         lines.append(f"Largest spread of a winner's samples: {table['spread'].max():.1%} of its median.")
     else:
