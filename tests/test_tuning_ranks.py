@@ -149,7 +149,7 @@ def test_nobody_waits_for_ever(folder: Path, how: str, words: str, code: int | N
 def test_ranks_that_want_different_things_do_not_start(folder: Path) -> None:
     processes = by_hand({}, [*ESTIMATE, "--out", "out"], [*ESTIMATE, "--out", "out", "--batches", "2"])
     errors = [p.communicate(timeout=40)[1] for p in processes]
-    assert [p.returncode for p in processes] == [1, 1]
+    assert [p.returncode for p in processes] == [1, 1], errors
     assert "rank 1 differs from rank 0 in its plan" in errors[0]
     assert not list(folder.glob("out/*"))
 

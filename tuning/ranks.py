@@ -161,8 +161,11 @@ class Ranks:
             except RuntimeError as e:
                 raise RankLost(f"not all {self.size} ranks came ({_short(e)})") from e
             yield
-            dist.destroy_process_group()  # not after a loss: there is nobody to part from
         finally:
+            # explicitly, also after a failure: left to the interpreter's end, its threads may abort the process
+            if dist.is_initialized():
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group()
             signal.signal(signal.SIGTERM, before)
 
 
