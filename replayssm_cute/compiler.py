@@ -401,6 +401,8 @@ class Done:
         seconds: time in the worker.
         resources: the kernel's demands, None if it failed.
         error: why it failed, None if it did not.
+        lasting: whether the error is the kernel's own, so that it would come again; False where the machine is at
+            fault: a cache that cannot be written, a compiler that is not installed or was killed, a full disk.
     """
 
     item: Item
@@ -408,6 +410,7 @@ class Done:
     seconds: float
     resources: resources.Resources | None = None
     error: str | None = None
+    lasting: bool = True
 
 
 def _work(item: Item) -> Done:
@@ -417,9 +420,11 @@ def _work(item: Item) -> Done:
         found = entry(*item)
         error = None if found.path.is_relative_to(cache_dir()) else f"{cache_dir()} cannot be written"
         source = "compiled" if counters().compiled > before else "disk"
-        return Done(item, source, time.perf_counter() - start, found.resources, error)
+        return Done(item, source, time.perf_counter() - start, found.resources, error, lasting=error is None)
     except Exception as problem:  # a failing item must cost only itself
-        return Done(item, "compiled", time.perf_counter() - start, None, f"{type(problem).__name__}: {problem}")
+        of_machine = isinstance(problem, (OSError, ImportError, MemoryError))
+        text = f"{type(problem).__name__}: {problem}"
+        return Done(item, "compiled", time.perf_counter() - start, None, text, lasting=not of_machine)
 
 
 def compile_many(
@@ -508,7 +513,8 @@ def _feed(items: queue.SimpleQueue[Item], finish: Callable[[Done], None]) -> Non
                 done = pool.submit(_work, item).result()
             except BrokenProcessPool:
                 pool = None
-                done = Done(item, "compiled", 0.0, None, "the compiler process died")
+                # killed for memory, or by a fault in the compiler: which of the two cannot be told, so it is tried again
+                done = Done(item, "compiled", 0.0, None, "the compiler process died", lasting=False)
             finish(done)
     finally:
         if pool is not None:

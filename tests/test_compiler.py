@@ -437,12 +437,23 @@ def test_compile_many_reports_disk_hits_failures_and_crashes(
     ]
     done = compiler.compile_many(items, workers=1, progress=lambda d, n, total: seen.append((n, total)))
     assert [d.item for d in done] == items
-    assert done[0].error == "the compiler process died"
+    assert done[0].error == "the compiler process died" and not done[0].lasting
     assert (done[1].source, done[1].error) == ("disk", None)
-    assert done[2].error is not None and "does not divide" in done[2].error
+    assert done[2].error is not None and "does not divide" in done[2].error and done[2].lasting
     assert (done[3].source, done[3].error) == ("compiled", None)
     assert done[3].resources is not None and done[3].resources.registers > 0
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sweep keeps of a failure depends on it: the next run, with a better cache, must try again."""
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(blocked / "cache"))
+    (done,) = compiler.compile_many([(SMALL, CONFIG, H200)], workers=1)
+    assert done.error is not None and "cannot be written" in done.error and not done.lasting
 
 
 def test_what_progress_raises_ends_compile_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def _compile(
             result = {"failed": done.error} if done.error else _resources(done)
             if results.get(done.item) != result:
                 results[done.item] = result
-                ctx.journal.add(key(done.item), result)
+                if done.error is None or done.lasting:  # what the machine is to blame for is tried again by a rerun
+                    ctx.journal.add(key(done.item), result)
             problem, config, target = done.item
             steps.step(f"{target.arch} {problem.label()} {config.label()}")
             if done.source == "compiled" and ctx.budget.left < reserve_s:
