@@ -513,7 +513,7 @@ def _feed(items: queue.SimpleQueue[Item], finish: Callable[[Done], None]) -> Non
                 done = pool.submit(_work, item).result()
             except BrokenProcessPool:
                 pool = None
-                # killed for memory, or by a fault in the compiler: which of the two cannot be told, so it is tried again
+                # killed for memory, or by a fault in the compiler? it cannot be told, so that it is tried again
                 done = Done(item, "compiled", 0.0, None, "the compiler process died", lasting=False)
             finish(done)
     finally:
