@@ -42,6 +42,9 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8.5,
 }
+COLUMNS = 2  # of panels: a page is two panels wide, however many workloads there are
+_STRIP = 0.62  # inches of a figure's title and provenance
+_PANEL_HEIGHT = 3.8
 _MAP_ROWS = 24  # configs of a heat map at most
 
 
@@ -120,19 +123,43 @@ def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Path]:
 
 def _header(figure: Figure, results: Results, title: str) -> None:
     """Title and provenance at the top left, in a strip of their own whatever the figure's height."""
-    strip = 0.62 / figure.get_figheight()
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - strip))  # type: ignore[union-attr, call-arg]
+    strip = _STRIP / figure.get_figheight()
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - strip), h_pad=0.08)  # type: ignore[union-attr, call-arg]
     figure.text(0.01, 1 - 0.06 * strip, f"{results.title}: {title}", va="top", fontsize=12.5, fontweight="bold")
     colour = MUTED if results.measured else "#b45309"
     figure.text(0.01, 1 - 0.56 * strip, provenance(results), va="top", fontsize=8.5, color=colour)
 
 
-def _panels(results: Results, labels: Sequence[str], title: str, width: float = 5.2) -> tuple[Figure, list[Axes]]:
-    figure, axes = plt.subplots(1, len(labels), figsize=(width * len(labels), 4.2), squeeze=False, layout="constrained")
+def _panels(
+    results: Results,
+    labels: Sequence[str],
+    title: str,
+    *,
+    width: float = 5.2,
+    heights: Sequence[float] | None = None,
+    share_y: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """A panel a label, row by row in `COLUMNS` columns; `heights` (inches) of each, a row takes its highest one's."""
+    columns = min(COLUMNS, len(labels))
+    each = heights or [_PANEL_HEIGHT] * len(labels)
+    rows = [max(each[i : i + columns]) for i in range(0, len(each), columns)]
+    figure, grid = plt.subplots(
+        len(rows),
+        columns,
+        figsize=(width * columns, _STRIP + sum(rows)),
+        squeeze=False,
+        sharey=share_y,
+        height_ratios=rows,
+        layout="constrained",
+    )
     _header(figure, results, title)
-    for ax, label in zip(axes[0], labels, strict=True):
+    axes = list(grid.flat)
+    for ax in axes[len(labels) :]:
+        ax.remove()
+    for ax, label in zip(axes, labels, strict=False):
         ax.set_title(label)
-    return figure, list(axes[0])
+        ax.tick_params(labelleft=True)  # a reader of one panel should not have to look for its scale
+    return figure, axes[: len(labels)]
 
 
 def _batch_axis(ax: Axes, batches: Sequence[int]) -> None:
@@ -154,12 +181,16 @@ def _peer_lines(ax: Axes, part: pd.DataFrame, table: pd.DataFrame, column: Calla
 
 
 def _workloads(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(str(label), part.sort_values("batch")) for label, part in table.groupby("workload", sort=False)]
+    """The rows of each problem (two plans may give two of them one label), under its label and its problem's."""
+    return [
+        (f"{part['workload'].iloc[0]}\n{problem}", part.sort_values("batch"))
+        for problem, part in table.groupby("problem", sort=False)
+    ]
 
 
 def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     parts = _workloads(table)
-    figure, axes = _panels(results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], "time of one call")
+    figure, axes = _panels(results, [label for label, _ in parts], "time of one call")
     for ax, (_, part) in zip(axes, parts, strict=True):
         _batch_axis(ax, part["batch"].tolist())
         ax.set_yscale("log")
@@ -178,9 +209,7 @@ def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
 
 def _bandwidth(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     parts = _workloads(table)
-    figure, axes = _panels(
-        results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], "bytes moved over time"
-    )
+    figure, axes = _panels(results, [label for label, _ in parts], "bytes moved over time")
     data = table[["workload", "problem", "batch", "config", "bytes", "gb_s", "limit_fraction"]].copy()
     data["limit_gb_s"] = results.read_gbs
     for ax, (_, part) in zip(axes, parts, strict=True):
@@ -218,12 +247,17 @@ def _speedup(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
     series = ["default", *peers_of(table)]
     against = "default config" + (" and over peers" if len(series) > 1 else "")
     figure, axes = _panels(
-        results, [f"{label}  ({p['problem'].iloc[0]})" for label, p in parts], f"speed-up over the {against}"
+        results,
+        [label for label, _ in parts],
+        f"speed-up over the {against}",
+        share_y=True,
     )
+    all_values = table[[f"speedup_over_{s}" for s in series]].astype(float).to_numpy()
+    known = all_values[np.isfinite(all_values)]
+    low, top = min(1.0, known.min(initial=1.0)), max(1.0, known.max(initial=1.0))
     for ax, (_, part) in zip(axes, parts, strict=True):
         shown = [s for s in series if f"speedup_over_{s}" in part and part[f"speedup_over_{s}"].notna().any()]
         x, width = np.arange(len(part)), 0.8 / max(len(shown), 1)
-        top = 1.0
         for number, name in enumerate(shown):
             values = part[f"speedup_over_{name}"].astype(float)
             colour = OURS if name == "default" else PEER_COLOURS[series.index(name) - 1]
@@ -238,17 +272,14 @@ def _speedup(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
             )
             if len(shown) <= 2:
                 ax.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=7.5, padding=2, color=INK)
-            top = max(top, float(np.nanmax(values)))
         ax.axhline(1, color=LIMIT, lw=1)
         ax.set_xticks(x, [str(b) for b in part["batch"]])
         ax.grid(axis="x", visible=False)
-        low = min(
-            1.0, float(np.nanmin(part[[f"speedup_over_{s}" for s in shown]].astype(float).to_numpy())) if shown else 1.0
-        )
-        ax.set_ylim(min(0.98, low - 0.05), max(1.1, top + (0.12 + 0.06 * (len(shown) // 2)) * (top - low + 0.3)))
         ax.set_xlabel("batch (rows)")
         ax.set_ylabel("times as fast (1 = equal)")
         ax.legend(loc="upper left", ncols=min(len(shown), 2))
+    # room for the legend above the highest bar
+    axes[0].set_ylim(min(0.98, low - 0.05), max(1.1, top + (0.12 + 0.06 * (len(series) // 2)) * (top - low + 0.3)))
     return figure, table[["workload", "problem", "batch", "config", "default", *(f"speedup_over_{s}" for s in series)]]
 
 
@@ -284,7 +315,7 @@ def _winners(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
     ax.set_ylim(len(problems) - 0.5, -0.5)
     ax.set_xticks(range(len(batches)), [str(b) for b in batches])
     ax.set_yticks(range(len(problems)), [f"{w}\n{p}" for w, p in problems.itertuples(index=False)], color=INK)
-    ax.set_xlabel("batch (rows); h = heads a CTA, s = stages, p = CTAs a head, c = CTAs an SM; live or whole ring")
+    ax.set_xlabel("batch (rows)")
     ax.grid(False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -316,20 +347,21 @@ def _slowdown(cells: list[CellResult]) -> pd.DataFrame:
 
 def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
     data = _slowdown(list(results.cells))
-    parts = [(str(label), part) for label, part in data.groupby("workload", sort=False)]
+    parts = _workloads(data)
     grids = []
     for _, part in parts:
         grid = part.pivot(index="config", columns="batch", values="slowdown")
         order = grid.fillna(9.0).mean(axis=1).sort_values().index
         grids.append(grid.loc[order][:_MAP_ROWS])
-    rows = max(len(g) for g in grids)
-    figure, axes = plt.subplots(
-        1, len(grids), figsize=(5.6 * len(grids), 1.9 + 0.235 * rows), squeeze=False, layout="constrained"
+    figure, axes = _panels(
+        results,
+        [f"{label} · best {len(grid)}" for (label, _), grid in zip(parts, grids, strict=True)],
+        "time over the fastest of each batch",
+        width=5.6,
+        heights=[1.25 + 0.235 * len(grid) for grid in grids],
     )
-    _header(figure, results, "time over the fastest of each batch")
-    for ax, (label, _), grid in zip(axes[0], parts, grids, strict=True):
+    for ax, grid in zip(axes, grids, strict=True):
         image = ax.imshow(grid.to_numpy(dtype=float), cmap="YlOrRd", vmin=1.0, vmax=1.5, aspect="auto")
-        ax.set_title(f"{label}  (the {len(grid)} best on average)")
         ax.set_xticks(range(len(grid.columns)), [str(b) for b in grid.columns])
         ax.set_yticks(range(len(grid.index)), list(grid.index), fontsize=8)
         ax.set_xlabel("batch (rows)")
@@ -340,5 +372,6 @@ def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
                 ax.text(
                     x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 1.38 else INK
                 )
-    figure.colorbar(image, ax=axes[0].tolist(), shrink=0.8, label="time / fastest", extend="max")
+    # beside the first row alone: on a page of many rows a bar of the whole height would say no more
+    figure.colorbar(image, ax=axes[:COLUMNS], shrink=0.8, label="time / fastest", extend="max")
     return figure, data
