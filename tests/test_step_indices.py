@@ -8,11 +8,10 @@ import itertools
 
 import lanes
 import pytest
-from lanes import Launch, Place, Tensor
+from lanes import Launch, Place, Tensor, step
 
 from replayssm_cute import ring
 from replayssm_cute.config import TileConfig
-from replayssm_cute.kernels import step
 from replayssm_cute.problem import Problem
 
 BASE = Problem(heads=2, head_dim=64, d_state=128, groups=2, tokens=4, window=16, has_z=True)
