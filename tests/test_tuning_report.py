@@ -8,9 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from replayssm_tuning import plots
+from replayssm_tuning import plots, report
 from replayssm_tuning.results import Candidate, CellResult, Results
-from tuning_fakes import BEST, SLOW
+from tuning_fakes import BEST, POLICY, SLOW
 
 from replayssm_cute import tables
 from replayssm_cute.config import TileConfig
@@ -29,7 +29,9 @@ def cell(problem: Problem = PROBLEM, batch: int = 1, gain: float = 0.2, label: s
 
 
 def results_of(*cells: CellResult, provenance: str = "measured") -> Results:
-    manifest = tables.Manifest("NVIDIA H200", "sm_90a", 132, provenance, "k" * 64, "2026-01-01")
+    manifest = tables.Manifest(
+        "NVIDIA H200", "sm_90a", 132, provenance, "k" * 64, "2026-01-01", policy=POLICY.to_json()
+    )
     return Results("p", "P", "s", manifest, 4600.0, "m", 0.02, (), cells)
 
 
@@ -59,3 +61,33 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
     assert len({ax.get_ylim() for ax in axes}) == 1
     assert axes[0].get_ylim()[1] > 1 + number / 2
     plt.close(figure)
+
+
+def test_a_page_explains_its_labels_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.results.json"
+    results_of(cell()).save(path)
+    text = report.draw([path])[0].read_text()
+    for words in ("h = heads a CTA", "(1: no cap)", "heads x head_dim x d_state / groups"):
+        assert text.count(words) == 1
+        assert text.index(words) < text.index("## ")
+
+
+def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -> None:
+    cells = [cell(batch=b, gain=g) for b, g in ((1, 0.2), (8, 0.01), (16, -0.1))]
+    old = results_of(*cells)
+    new = dataclasses.replace(
+        old,
+        manifest=dataclasses.replace(old.manifest, policy=POLICY.to_json() | {"spent_s": 224.6}),
+        cells=tuple(dataclasses.replace(c, space=670) for c in cells),
+    )
+    for name, results in (("old", old), ("new", new)):
+        results.save(tmp_path / name / "x.results.json")
+    page_of_old, page = (report.draw([tmp_path / n / "x.results.json"])[0].read_text() for n in ("old", "new"))
+    assert "\n3 of 670 configs tried in 225 s; 1 of 3 cells choose another" in page
+    assert "\n3 configs tried; 1 of 3 cells choose another" in page_of_old
+    assert "in 1 the default is kept though another is faster: its lead is under 2%" in page
+    rows = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith("| verify")}
+    assert "default kept: lead under 2%" in rows["8"]
+    assert "1.200x" in rows["1"]
+    assert "1.000x" in rows["16"]
+    assert page.count("default kept") == 1

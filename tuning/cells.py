@@ -119,6 +119,7 @@ class CellTimer:
             candidates=tuple(candidates.values()),
             peers=tuple(found),
             floor_us=floor.get("time_us"),
+            space=len(configs),
         )
 
     def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:

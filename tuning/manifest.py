@@ -30,7 +30,7 @@ def manifest(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         driver=driver,
         versions={**_versions(), **versions},
-        policy={**policy, "commit": commit(), "budget_s": ctx.budget.seconds},
+        policy={**policy, "commit": commit(), "budget_s": ctx.budget.seconds, "spent_s": round(ctx.budget.spent, 1)},
         acceptance={
             w.label: {
                 "problem": w.problem.label(),

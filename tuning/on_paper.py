@@ -64,6 +64,7 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
                     flush=mix.flush,
                     default=default_config(workload.problem, target, batch),
                     candidates=candidates,
+                    space=len(configs),
                 )
             )
     reached = len(compiled)
@@ -114,7 +115,7 @@ def _candidate(
         "registers": resources.registers,
         "shared_bytes": resources.shared_bytes,
         "stack_bytes": resources.stack_bytes,
-        "ctas_per_sm": e.ctas_per_sm,
+        "resident_ctas": e.ctas_per_sm,
         "occupancy_limit": e.occupancy_limit,
         "in_flight": e.in_flight,
         "needed_in_flight": e.needed_in_flight,

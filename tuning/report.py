@@ -27,6 +27,13 @@ _CAPTIONS = {
     "winners": "The winner of each cell. A default stays unless it is beaten by the margin.",
     "configs": "Time over the fastest of the same batch, for the best configs.",
 }
+LEGEND = (
+    "a config, as in `h4 s2 p1 live c3 t8`: h = heads a CTA; s = stages; p = parts that a head's rows of P are split "
+    "into; live or whole = the rows of the ring that are read; c = CTAs a multiprocessor that the register cap leaves "
+    "room for (1: no cap); t = rows at the end cut into single heads",
+    "a problem, as in `128x64x128/8 f32 T4 W16`: heads x head_dim x d_state / groups, dtype of the state, tokens a "
+    "call, window",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def _head(loaded: list[tuple[str, Results]]) -> list[Block]:
         }
         for _, r in loaded
     ]
-    return [*blocks, Block("table", table=pd.DataFrame(rows))]
+    return [*blocks, Block("table", table=pd.DataFrame(rows)), Block("p", "Labels:"), Block("list", items=LEGEND)]
 
 
 def _section(folder: Path, stem: str, results: Results) -> list[Block]:
@@ -174,7 +181,9 @@ def _stability_frame(stability: Stability) -> pd.DataFrame:
 def _verdict(results: Results, table: pd.DataFrame) -> str:
     changed = int((table["config"] != table["default"]).sum())
     gain = table["speedup_over_default"].dropna()
-    text = f"{changed} of {len(table)} cells choose another config than the default"
+    text = f"{_tried(results)}; {changed} of {len(table)} cells choose another config than the default"
+    if kept := int((table["default_kept"] != "").sum()):
+        text += f"; in {kept} the default is kept though another is faster: its lead is under {results.margin:.0%}"
     if not gain.empty:
         text += f"; over all cells {_mean(gain):.3f}x the default's speed (geometric mean), {gain.max():.2f}x at most"
     for peer in peers_of(table):
@@ -183,6 +192,16 @@ def _verdict(results: Results, table: pd.DataFrame) -> str:
     if not results.measured:
         text = f"By the cost model: {text}"
     return text + "."
+
+
+def _tried(results: Results) -> str:
+    """How many of how many configs were tried (of each problem, in some cell), and in what time."""
+    tried = {(cell.problem, c.config) for cell in results.cells for c in cell.candidates}
+    spaces = {cell.problem: cell.space for cell in results.cells}
+    known = [n for n in spaces.values() if n is not None]
+    text = f"{len(tried)} of {sum(known)} configs" if len(known) == len(spaces) else f"{len(tried)} configs"
+    spent = results.manifest.policy.get("spent_s")
+    return f"{text} tried" + ("" if spent is None else f" in {spent:.0f} s")
 
 
 def _mean(values: pd.Series) -> float:
@@ -214,7 +233,10 @@ def _headline(table: pd.DataFrame) -> pd.DataFrame:
             "GB/s": table["gb_s"].map("{:,.0f}".format),
             "of limit": table["limit_fraction"].map("{:.0%}".format),
             "default µs": table["default_us"].map(lambda v: "–" if pd.isna(v) else f"{v:.2f}"),
-            "vs default": table["speedup_over_default"].map(lambda v: "–" if pd.isna(v) else f"{v:.3f}x"),
+            "vs default": [
+                f"default kept: {kept}" if kept else "–" if pd.isna(v) else f"{v:.3f}x"
+                for v, kept in zip(table["speedup_over_default"], table["default_kept"], strict=True)
+            ],
         }
     )
     if table["floor_us"].notna().any():

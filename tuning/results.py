@@ -50,6 +50,8 @@ class CellResult:
         peers: as `DeviceRunner.peers` gives them.
         floor_us: of a kernel that only streams the same state rows and rewrites the same flush rows, plus the other
             bytes at the read limit; None where it was not measured.
+        space: configs that the problem has on this GPU, whether the budget reached them or not; None in results of
+            older sweeps.
     """
 
     label: str
@@ -61,6 +63,7 @@ class CellResult:
     candidates: tuple[Candidate, ...]
     peers: tuple[Mapping[str, Any], ...] = ()
     floor_us: float | None = None
+    space: int | None = None
 
     @property
     def timed(self) -> list[Candidate]:
