@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from replayssm_tuning import cli, on_device, plan, sweep
-from replayssm_tuning.plots import frame
+from replayssm_tuning import cli, cost, on_device, plan, sweep
+from replayssm_tuning.plots import frame, provenance
 from replayssm_tuning.results import Candidate, CellResult, Results
 from replayssm_tuning.worker import Answer
 from rich.console import Console
@@ -54,6 +55,10 @@ def test_an_estimate_makes_tables_for_the_run_time(small: plan.TuningPlan, fake:
         target = targets.named(name)
         table = tables.read(path)
         assert table.manifest.provenance == "estimated"
+        model = hashlib.sha256(cost.DATA.read_bytes()).hexdigest()[:8]
+        assert table.manifest.policy["cost_model"] == model
+        line = provenance(Results.load(path.with_name(path.name.replace(".table.", ".results."))))
+        assert f"by the cost model {model}, not measured" in line
         assert table.manifest.unusable_reason(target) is None
         assert set(table.entries) == {w.problem for w in small.workloads}
         looked_up = tables.Tables.of(target, [path])

@@ -19,6 +19,7 @@ first and for a start on a GPU that nobody has measured.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -91,6 +92,12 @@ def fitted() -> Constants:
     """The constants of the data file."""
     found = json.loads(DATA.read_text(encoding="utf-8"))["constants"]
     return Constants(**{f.name: float(found[f.name]) for f in fields(Constants)})
+
+
+@functools.cache
+def version() -> str:
+    """A short hash of the data file: which cost model an estimate comes from."""
+    return hashlib.sha256(DATA.read_bytes()).hexdigest()[:8]
 
 
 class HasResources(Protocol):

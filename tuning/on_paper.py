@@ -90,7 +90,12 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
             target,
             provenance="estimated",
             driver="",
-            policy={"method": "cost model", "margin": MARGIN, "read_gbs": target.read_gbs},
+            policy={
+                "method": "cost model",
+                "cost_model": cost.version(),
+                "margin": MARGIN,
+                "read_gbs": target.read_gbs,
+            },
             versions={},
         ),
         read_gbs=target.read_gbs,

@@ -51,7 +51,10 @@ _MAP_ROWS = 24  # configs of a heat map at most
 def provenance(results: Results) -> str:
     """One line that every plot carries."""
     m = results.manifest
-    kind = "measured" if results.measured else "ESTIMATED by the cost model, not measured"
+    model = m.policy.get("cost_model")
+    kind = (
+        "measured" if results.measured else f"ESTIMATED by the cost model{f' {model}' if model else ''}, not measured"
+    )
     return f"{m.gpu_name} ({m.arch}) · {kind} · kernels {m.kernel_fingerprint[:8]} · {m.date[:10]}"
 
 
