@@ -193,7 +193,7 @@ def _peer_lines(ax: Axes, part: pd.DataFrame, table: pd.DataFrame, column: Calla
 def _workloads(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """The rows of each problem (two plans may give two of them one label), under its label and its problem's."""
     return [
-        (f"{part['workload'].iloc[0]}\n{problem}", part.sort_values("batch"))
+        (f"{min(part['workload'], key=len)}\n{problem}", part.sort_values("batch"))
         for problem, part in table.groupby("problem", sort=False)
     ]
 

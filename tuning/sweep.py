@@ -11,7 +11,9 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import filelock
 from rich.console import Console
 
 from replayssm_cute import fingerprint, tables
@@ -20,6 +22,7 @@ from replayssm_cute import target as targets
 from .context import Context
 from .errors import SweepError, UsageError
 from .journal import Journal
+from .merging import conflict, merge
 from .plan import TuningPlan
 from .progress import Budget
 from .ranks import Ranks
@@ -30,6 +33,7 @@ __all__ = ["RESULTS_SUFFIX", "STABILITY_SUFFIX", "TABLE_SUFFIX", "Context", "Swe
 
 RESULTS_SUFFIX = ".results.json"
 TABLE_SUFFIX = ".table.json"
+_LOCK_S = 60.0
 
 
 def run(
@@ -163,22 +167,60 @@ def _merge(path: Path, table: tables.Table, console: Console) -> None:
 def write(results: Results, out: Path, console: Console) -> Path:
     """Write the results and the table of one GPU; returns the table's path.
 
+    What earlier sweeps of the same GPU, kernels and provenance left there stays, except the cells that are new.
+
     Raises:
         SweepError: if no candidate survived.
     """
-    manifest = results.manifest
-    results.save(out / f"{stem(results)}{RESULTS_SUFFIX}")
-    for note in results.notes:
-        console.print(f"[yellow]note[/] {manifest.gpu_name}: {note}", highlight=False)
-    try:
+    name, kept = stem(results), 0
+    path = out / f"{name}{TABLE_SUFFIX}"
+    out.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(out / ".write.lock", timeout=_LOCK_S):  # several sweeps may end at once
+        previous, table_there, reasons = _previous(results, out)
+        for reason in reasons:
+            console.print(f"{results.manifest.gpu_name}: {reason}", highlight=False, soft_wrap=True)
+        fresh = results
+        if previous is not None:
+            results, kept = merge(previous, results)
+        results.save(out / f"{name}{RESULTS_SUFFIX}")
+        manifest = results.manifest
+        for note in results.notes:
+            console.print(f"[yellow]note[/] {manifest.gpu_name}: {note}", highlight=False, soft_wrap=True)
+        try:
+            fresh.table()
+        except ValueError as e:
+            raise SweepError(f"{manifest.gpu_name}: {e}; see the journals in {out} for the reasons") from e
         table = results.table()
-    except ValueError as e:
-        raise SweepError(f"{manifest.gpu_name}: {e}; see the journals in {out} for the reasons") from e
-    path = out / f"{stem(results)}{TABLE_SUFFIX}"
-    tables.write(path, table)
+        if table_there is not None:
+            table = tables.merge(table_there, table)
+        tables.write(path, table)
     cells = sum(len(c) for c in table.entries.values())
-    console.print(f"{manifest.gpu_name}: {cells} cells {manifest.provenance}, table {path}", highlight=False)
+    of_old = f" ({kept} of earlier sweeps)" if kept else ""
+    console.print(
+        f"{manifest.gpu_name}: {cells} cells {manifest.provenance}{of_old}, table {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return path
+
+
+def _previous(results: Results, out: Path) -> tuple[Results | None, tables.Table | None, list[str]]:
+    """Results and table of earlier sweeps that the new cells join, and why what else is there is replaced."""
+    reasons: dict[str, None] = {}
+    found: list[Any] = []
+    for suffix, read in ((RESULTS_SUFFIX, Results.load), (TABLE_SUFFIX, tables.read)):
+        path, old = out / f"{stem(results)}{suffix}", None
+        if path.exists():
+            try:
+                old = read(path)
+            except ValueError as e:
+                reasons[f"{path.name} is replaced: {e}"] = None
+            else:
+                if why := conflict(old.manifest, results.manifest):
+                    reasons[f"results and table of an earlier sweep are replaced: {why}"] = None
+                    old = None
+        found.append(old)
+    return found[0], found[1], list(reasons)
 
 
 def stem(results: Results) -> str:
