@@ -1,4 +1,4 @@
-"""Progress that a person can follow: bars with the time left on a terminal, a line every few seconds elsewhere."""
+"""Progress that a person can follow: bars with the budget left on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 _LINE_EVERY_S = 15.0
 
@@ -29,8 +30,21 @@ class Budget:
         return max(0.0, self.seconds - self.spent)
 
 
+class _BudgetLeft(ProgressColumn):
+    """The budget that is left: steps do not take as long as it would take to do all of them, they end with it."""
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self._budget = budget
+
+    def render(self, task: Task) -> Text:
+        """Seconds, or minutes and seconds."""
+        minutes, seconds = divmod(round(self._budget.left), 60)
+        return Text(f"budget left {minutes}:{seconds:02d}", style="progress.remaining")
+
+
 class Steps:
-    """A named run of steps, shown with what is being done and how long the rest may take."""
+    """A named run of steps, shown with what is being done and how much of the budget is left."""
 
     def __init__(self, console: Console, title: str, total: int, budget: Budget) -> None:
         self._console, self._title, self._total, self._budget = console, title, total, budget
@@ -43,8 +57,7 @@ class Steps:
                 BarColumn(bar_width=28),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                _BudgetLeft(budget),
                 TextColumn("{task.fields[what]}", style="dim"),
                 console=console,
                 transient=True,
@@ -61,7 +74,9 @@ class Steps:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._console.print(f"{self._title}: {self._done} of {self._total}, {self._budget.spent:.0f} s since the start")
+        self._console.print(
+            f"{self._title}: {self._done} of {self._total}, {self._budget.spent:.0f} s since the start", soft_wrap=True
+        )
 
     def at(self, what: str) -> None:
         """Say what is being done now."""
@@ -76,5 +91,6 @@ class Steps:
         elif time.monotonic() - self._said > _LINE_EVERY_S:
             self._said = time.monotonic()
             self._console.print(
-                f"{self._title}: {self._done} of {self._total}, budget left {self._budget.left:.0f} s  {what}"
+                f"{self._title}: {self._done} of {self._total}, budget left {self._budget.left:.0f} s  {what}",
+                soft_wrap=True,
             )
