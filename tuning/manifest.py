@@ -53,15 +53,21 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """The checkout's commit, with "+changes" if kernel or tuner sources differ from it; empty outside a checkout."""
-    here = Path(__file__).resolve().parent.parent
+def commit(source: Path = Path(__file__)) -> str:
+    """The checkout's commit, with "+changes" if kernel or tuner sources differ from it; empty outside a checkout.
+
+    A repository around an installed package (a virtual environment in another project) is not its checkout: it is
+    only where `source`, this file, is tracked.
+    """
+    source = source.resolve()
+    here = source.parent.parent
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "--", str(source))
         head = git("rev-parse", "--short=12", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "replayssm_cute", "tuning")
     except (OSError, subprocess.SubprocessError):
