@@ -239,5 +239,5 @@ def test_the_latest_result_counts_whoever_wrote_it(tmp_path: Path, monkeypatch: 
     with Journal.of(tmp_path, Ranks()) as single:
         assert single.path.name == "journal.jsonl"
         assert [single.get({"n": n}) for n in (1, 2, 3)] == [{"from": "rank 1"}, {"from": "rank 0"}, None]
-        assert single.damaged == 1
+        assert len(single.damaged) == 1
     assert (tmp_path / "journal.rank1.jsonl").read_text().endswith('"resu')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from replayssm_tuning import plots, report
+from replayssm_tuning import cli, plots, report
 from replayssm_tuning.results import Candidate, CellResult, Results
 from tuning_fakes import BEST, POLICY, SLOW
 
@@ -66,7 +66,7 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
 def test_a_page_explains_its_labels_once(tmp_path: Path) -> None:
     path = tmp_path / "x.results.json"
     results_of(cell()).save(path)
-    text = report.draw([path])[0].read_text()
+    text = report.draw([path])[0][0].read_text()
     for words in ("h = heads a CTA", "(1: no cap)", "heads x head_dim x d_state / groups"):
         assert text.count(words) == 1
         assert text.index(words) < text.index("## ")
@@ -82,7 +82,7 @@ def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -
     )
     for name, results in (("old", old), ("new", new)):
         results.save(tmp_path / name / "x.results.json")
-    page_of_old, page = (report.draw([tmp_path / n / "x.results.json"])[0].read_text() for n in ("old", "new"))
+    page_of_old, page = (report.draw([tmp_path / n / "x.results.json"])[0][0].read_text() for n in ("old", "new"))
     assert "\n3 of 670 configs tried in 225 s; 1 of 3 cells choose another" in page
     assert "\n3 configs tried; 1 of 3 cells choose another" in page_of_old
     assert "in 1 the default is kept though another is faster: its lead is under 2%" in page
@@ -91,3 +91,30 @@ def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -
     assert "1.200x" in rows["1"]
     assert "1.000x" in rows["16"]
     assert page.count("default kept") == 1
+
+
+def test_one_broken_file_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results_of(cell()).save(tmp_path / "a" / "good.results.json")
+    for broken in ("a/bad.results.json", "b/worse.results.json"):
+        (tmp_path / broken).parent.mkdir(exist_ok=True)
+        (tmp_path / broken).write_text("{")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert f"report: {tmp_path / 'a' / 'report.md'}\n" in said.out  # piped paths are not folded
+    assert [line.split(": ")[1] for line in said.err.splitlines()] == [
+        str(tmp_path / "a" / "bad.results.json"),
+        str(tmp_path / "b" / "worse.results.json"),
+    ]
+    assert not (tmp_path / "b" / "report.md").exists()
+    assert (tmp_path / "a" / "plots" / "good-time.png").is_file()
+
+
+def test_results_that_are_kept_for_the_record_have_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    results_of(cell()).save(path)
+    path.write_text(path.read_text().replace("{", '{\n "historical": true,', 1))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "Every candidate: `results.json`." in text
+    assert "table.json" not in text  # there is none
+    assert (tmp_path / "plots" / "results-time.png").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import time
 from pathlib import Path
@@ -116,6 +117,45 @@ def test_other_kernels_make_old_results_worthless(
     monkeypatch.setattr(fingerprint, "kernels", lambda: "f" * 64)
     estimate(small, tmp_path, target_names=("sm_90a",))
     assert len(fake.asked) == 2 * asked
+
+
+def test_a_target_that_is_named_twice_is_done_once(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    paths = estimate(small, tmp_path, target_names=("h200", "sm_90a", "h100"))
+    assert [p.name for p in paths] == [
+        "nvidia-h200-sm_90a-estimated.table.json",
+        "nvidia-h100-80gb-hbm3-sm_90a-estimated.table.json",
+    ]
+    assert len(fake.asked) == len(set(fake.asked))
+
+
+def test_a_target_that_the_budget_does_not_reach_says_so(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path
+) -> None:
+    fake.seconds = 0.3
+    with pytest.raises(sweep.SweepError) as error:
+        estimate(small, tmp_path, target_names=("sm_120a", "sm_90a"), budget_s=6.1)
+    assert "RTX PRO 6000" not in str(error.value)
+    assert "NVIDIA H200: the budget of 6.1 s ended before any of its configs was reached" in str(error.value)
+    assert "survived" not in str(error.value)
+    # the other one is not lost, and nothing empty is left behind
+    assert [p.name for p in tmp_path.glob("*.table.json")] == [
+        "nvidia-rtx-pro-6000-blackwell-sm_120a-estimated.table.json"
+    ]
+    assert len(list(tmp_path.glob("*.results.json"))) == 1
+
+
+def test_damaged_lines_of_a_journal_are_named_once(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    estimate(small, tmp_path, target_names=("sm_90a",))
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([*lines[:6], "nonsense\n", *lines[7:]]))
+    said = io.StringIO()
+    sweep.run(small, tmp_path, workers=1, target_names=("sm_90a",), console=Console(file=said, width=40))
+    assert [line for line in said.getvalue().splitlines() if "left out" in line] == [
+        "journal.jsonl: line 7 is damaged and left out"
+    ]
+    assert "kill" not in said.getvalue()
+    assert str(tmp_path / "nvidia-h200-sm_90a-estimated.table.json") in said.getvalue()  # not folded
 
 
 def test_nothing_compiled_is_an_error(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:

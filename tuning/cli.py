@@ -165,7 +165,7 @@ def _sweep(args: argparse.Namespace) -> int:
     device = _device(args, ranks)
     console = Console(quiet=not ranks.first)
     if device is None and not (args.estimate or args.targets):
-        console.print("no CUDA GPU found: estimating")
+        console.print("no CUDA GPU found: estimating", highlight=False, soft_wrap=True)
     try:
         run(
             plan,
@@ -222,18 +222,18 @@ def _report(console: Console, given: list[Path]) -> int:
 
     files: list[Path] = []
     for path in given or [DEFAULT_OUT]:
-        files += [path] if path.is_file() else sorted(path.rglob(f"*{RESULTS_SUFFIX}"))
+        names = (f"*{RESULTS_SUFFIX}", RESULTS_SUFFIX[1:])  # one that is kept for the record may have no stem
+        files += [path] if path.is_file() else sorted(f for name in names for f in path.rglob(name))
     if not files:
         where = ", ".join(str(p) for p in given) or str(DEFAULT_OUT)
         print(f"error: no results (*{RESULTS_SUFFIX}) in {where}; run a sweep first", file=sys.stderr)
         return 1
-    try:
-        for page in draw(files):
-            console.print(f"report: {page}", highlight=False)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    pages, errors = draw(files)
+    for page in pages:
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _fit(console: Console, journals: list[Path]) -> int:
@@ -248,5 +248,6 @@ def _fit(console: Console, journals: list[Path]) -> int:
         f"{cost.DATA}: {found['timings']} timings, rms error {100 * found['rms_error']:.1f}%\n"
         f"fitted to all: {found['fitted']}\none batch held out: {found['held_out_batch']}",
         highlight=False,
+        soft_wrap=True,
     )
     return 0

@@ -23,8 +23,8 @@ def key_of(facts: Mapping[str, Any]) -> str:
 class Journal:
     """Append-only results by key; the latest of a key counts.
 
-    A line that a kill cut short is cut off on opening, so that the next one starts clean; `damaged` counts it
-    and any other line that does not parse.
+    A line that a kill cut short is cut off on opening, so that the next one starts clean; `damaged` says so, and
+    names any other line that does not parse and is left out.
 
     Args:
         path: the file that this process alone writes.
@@ -33,7 +33,7 @@ class Journal:
 
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         self.path = path
-        self.damaged = 0
+        self.damaged: list[str] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         found: list[tuple[float, str, dict[str, Any]]] = []
         for other in others:
@@ -55,16 +55,16 @@ class Journal:
     def _read(self, path: Path, found: list[tuple[float, str, dict[str, Any]]]) -> int:
         """Add the records of a file; returns the length of its whole lines."""
         length = 0
-        for raw in path.read_bytes().splitlines(keepends=True):
+        for number, raw in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not raw.endswith(b"\n"):
-                self.damaged += 1
+                self.damaged.append(f"{path.name}: its last line is cut short (as by a kill) and left out")
                 break
             length += len(raw)
             try:
                 record = json.loads(raw)
                 found.append((float(record.get("at", 0.0)), key_of(record["key"]), dict(record["result"])))
             except (ValueError, KeyError, TypeError, AttributeError):
-                self.damaged += 1
+                self.damaged.append(f"{path.name}: line {number} is damaged and left out")
         return length
 
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:

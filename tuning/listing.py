@@ -29,10 +29,11 @@ def _row(numbers: Iterable[int]) -> str:
 
 def explain(console: Console, plan: plans.TuningPlan) -> None:
     """Everything that a sweep of this plan would tune."""
-    console.print(f"[bold]{plan.title}[/] ({plan.name})\n{plan.source}", highlight=False)
+    console.print(f"[bold]{plan.title}[/] ({plan.name})\n{plan.source}", highlight=False, soft_wrap=True)
     console.print(
         f"targets {', '.join(plan.targets)} · batches {', '.join(map(str, plan.batches))} · budget {plan.budget_s:g} s",
         highlight=False,
+        soft_wrap=True,
     )
     for w in plan.workloads:
         shares = ", ".join(f"{k}: {100 * s:.1f}%" for k, s in enumerate(w.lengths, 1))
@@ -43,4 +44,5 @@ def explain(console: Console, plan: plans.TuningPlan) -> None:
             f"  stationary mix: {100 * w.mix.flush:.1f}% of rows flush, {w.mix.mean_live:.1f} live rows on average\n"
             f"  {w.problem.bytes_per_slot() / 2**20:.2f} MiB a slot",
             highlight=False,
+            soft_wrap=True,
         )

@@ -43,7 +43,7 @@ def measure(ctx: Context, device: int, *, peers: bool, policy: Policy | None = N
         seeded = dataclasses.replace(policy, seed=policy.seed + number)
         if number:
             ctx = dataclasses.replace(ctx, budget=Budget(ctx.budget.seconds))
-            ctx.console.print(f"repeat {number + 1} of {repeats}, seed {seeded.seed}", highlight=False)
+            ctx.console.print(f"repeat {number + 1} of {repeats}, seed {seeded.seed}", highlight=False, soft_wrap=True)
         with Worker(DeviceRunner, (device, seeded.to_json()), log=log, startup_s=_STARTUP_S) as worker:
             session = Session(ctx, worker, seeded, device)
             found.append(session.run(peers and number == 0, floors=number == 0, compiled=compiled))
@@ -97,7 +97,9 @@ class Session:
         ctx, target, cells = self.ctx, self.target, self.cells
         share = f", {ctx.ranks.size} of them sharing the cells" if ctx.ranks.several else ""
         ctx.console.print(
-            f"measuring on {target.name} ({target.arch}){share}, driver {cells.driver or 'unknown'}", highlight=False
+            f"measuring on {target.name} ({target.arch}){share}, driver {cells.driver or 'unknown'}",
+            highlight=False,
+            soft_wrap=True,
         )
         limit = ctx.only_first("the read limit", lambda: cells.job("limit", {}, {}))
         cells.read_gbs, method = self.read_limit(limit)

@@ -35,6 +35,7 @@ def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
         f"{ctx.budget.seconds:.0f} s allow are compiled by {ctx.workers * ctx.ranks.size} process(es) and ranked by "
         f"the cost model",
         highlight=False,
+        soft_wrap=True,
     )
     compiled = compile_all(ctx, items, reserve_s=_TIME_FOR_REST_S, need_code=False)
     if all("failed" in c for c in compiled.values()):

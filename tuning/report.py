@@ -47,29 +47,34 @@ class Block:
     image: Path | None = None
 
 
-def draw(files: Iterable[Path]) -> list[Path]:
+def draw(files: Iterable[Path]) -> tuple[list[Path], list[str]]:
     """Draw the report of each folder that holds some of `files`.
 
     Returns:
-        The pages written, a Markdown and an HTML file a folder.
-
-    Raises:
-        ValueError: if a file holds no results, naming it.
+        The pages written, a Markdown and an HTML file a folder; and a line for each file that is broken.
     """
     folders: dict[Path, list[Path]] = {}
     for file in files:
         folders.setdefault(file.parent, []).append(file)
-    pages = []
+    pages: list[Path] = []
+    errors: list[str] = []
     for folder, members in folders.items():
-        loaded = [(f.name.removesuffix(RESULTS_SUFFIX), Results.load(f)) for f in sorted(members)]
+        loaded: list[tuple[Path, Results]] = []
+        for file in sorted(members):
+            try:
+                loaded.append((file, Results.load(file)))
+            except ValueError as e:
+                errors.append(str(e))
+        if not loaded:
+            continue
         # What was measured comes first.
         loaded.sort(key=lambda item: not item[1].measured)
         blocks = _head(loaded)
-        for stem, results in loaded:
-            blocks += _section(folder, stem, results)
+        for file, results in loaded:
+            blocks += _section(file, results, errors)
         pages.append(_write(folder / f"{PAGE}.md", _markdown(blocks, folder)))
         pages.append(_write(folder / f"{PAGE}.html", _html(blocks, loaded[0][1].title)))
-    return pages
+    return pages, errors
 
 
 def _write(path: Path, text: str) -> Path:
@@ -84,7 +89,7 @@ def _write(path: Path, text: str) -> Path:
 # ---------------------------------------------------------------------------------------------------
 
 
-def _head(loaded: list[tuple[str, Results]]) -> list[Block]:
+def _head(loaded: list[tuple[Path, Results]]) -> list[Block]:
     first = loaded[0][1]
     blocks = [Block("h1", f"Tuning report: {first.title}"), Block("p", first.source)]
     rows = [
@@ -103,7 +108,10 @@ def _head(loaded: list[tuple[str, Results]]) -> list[Block]:
     return [*blocks, Block("table", table=pd.DataFrame(rows)), Block("p", "Labels:"), Block("list", items=LEGEND)]
 
 
-def _section(folder: Path, stem: str, results: Results) -> list[Block]:
+def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
+    """One GPU's part of a page; what is broken beside the results is left out and told in `errors`."""
+    folder = file.parent
+    stem = file.name.removesuffix(RESULTS_SUFFIX) if file.name.endswith(RESULTS_SUFFIX) else file.stem
     kind = "measured" if results.measured else "ESTIMATED"
     blocks = [Block("h2", f"{results.manifest.gpu_name} ({results.manifest.arch}), {kind}")]
     table = frame(results)
@@ -126,13 +134,18 @@ def _section(folder: Path, stem: str, results: Results) -> list[Block]:
                 f"{100 * judged['regret'].median():.1f}% (median), {100 * judged['regret'].max():.1f}% (worst).",
             )
         )
-    blocks += _stability(folder, stem)
+    try:
+        blocks += _stability(folder, stem)
+    except ValueError as e:
+        errors.append(str(e))
     blocks.append(Block("h3", "How"))
     blocks.append(Block("list", items=tuple(_method(results, table))))
     if results.notes:
         blocks.append(Block("h3", "Notes"))
         blocks.append(Block("list", items=results.notes))
-    blocks.append(Block("p", f"Table: `{stem}{TABLE_SUFFIX}`; every candidate: `{stem}{RESULTS_SUFFIX}`."))
+    table_file = folder / f"{stem}{TABLE_SUFFIX}"
+    where = f"Table: `{table_file.name}`; every" if table_file.exists() else "Every"
+    blocks.append(Block("p", f"{where} candidate: `{file.name}`."))
     return blocks
 
 

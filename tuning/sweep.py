@@ -74,7 +74,8 @@ def run(
         SweepError: if nothing came of it.
         OSError: if `out` cannot be written.
     """
-    names = target_names or plan.targets
+    chosen = list(dict.fromkeys(targets.named(n) for n in target_names or plan.targets))  # names may be of one target
+    names = [t.name for t in chosen]
     if device is None and repeats > 1:
         raise UsageError(f"repeats: got {repeats}, expected 1 without a GPU: an estimate comes out the same every time")
     if device is None and merge_into is not None and len(names) > 1:
@@ -98,10 +99,12 @@ def run(
 
         ranks.gather("reading the journals", read)  # no rank writes while another one still reads
         with opened[0] as journal:
-            if journal.damaged:
-                console.print(f"journal: {journal.damaged} damaged line(s) left out (a kill cuts the last one short)")
+            for damage in journal.damaged:
+                console.print(damage, highlight=False, soft_wrap=True)
             if len(journal):
-                console.print(f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed")
+                console.print(
+                    f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed", soft_wrap=True
+                )
             ctx = Context(
                 plan=plan,
                 out=out,
@@ -121,7 +124,7 @@ def run(
                 from .on_paper import estimate
 
                 repeated = []
-                found = estimate(ctx, [targets.named(n) for n in names])
+                found = estimate(ctx, chosen)
             return ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
 
 
@@ -129,11 +132,18 @@ def _write_all(
     found: list[Results], repeated: list[Results], out: Path, console: Console, merge_into: Path | None
 ) -> list[Path]:
     """Write every table, merge it where that is wanted, and say how far repeats agree."""
-    paths = [write(results, out, console) for results in found]
+    paths, errors = [], []
+    for results in found:  # one GPU's failure must not cost the others their tables
+        try:
+            paths.append(write(results, out, console))
+        except SweepError as e:
+            errors.append(str(e))
+    if errors:
+        raise SweepError("; ".join(errors))
     if len(repeated) > 1:
         stability = Stability.of(repeated)
         stability.save(out / f"{stem(repeated[0])}{STABILITY_SUFFIX}")
-        console.print(stability.summary(), highlight=False)
+        console.print(stability.summary(), highlight=False, soft_wrap=True)
     if merge_into is not None:
         for results in found:
             _merge(merge_into, results.table(), console)
@@ -161,7 +171,7 @@ def _merge(path: Path, table: tables.Table, console: Console) -> None:
                 )
     merged = tables.update(path, table)
     cells = sum(len(c) for c in merged.entries.values())
-    console.print(f"merged into {path}: {cells} cells", highlight=False)
+    console.print(f"merged into {path}: {cells} cells", highlight=False, soft_wrap=True)
 
 
 def write(results: Results, out: Path, console: Console) -> Path:
@@ -170,8 +180,14 @@ def write(results: Results, out: Path, console: Console) -> Path:
     What earlier sweeps of the same GPU, kernels and provenance left there stays, except the cells that are new.
 
     Raises:
-        SweepError: if no candidate survived.
+        SweepError: if the budget reached no candidate, or none survived.
     """
+    if results.cells and not any(cell.candidates for cell in results.cells):
+        budget = results.manifest.policy.get("budget_s")
+        raise SweepError(
+            f"{results.manifest.gpu_name}: the budget{'' if budget is None else f' of {budget:g} s'} ended before any "
+            f"of its configs was reached; the same command goes on from there, or give it more"
+        )
     name, kept = stem(results), 0
     path = out / f"{name}{TABLE_SUFFIX}"
     out.mkdir(parents=True, exist_ok=True)
