@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from replayssm_tuning import candidates, cli, cost, fit, plan, space
 from replayssm_tuning.acceptance import Acceptance, stationary
@@ -166,6 +167,16 @@ def test_the_constants_are_those_of_the_data_file_and_fit_the_timings_beside_it(
         assert cost.estimate(t.problem, t.config, H200, t.batch, UNIFORM, known).time_us == pytest.approx(
             cost.time_us(t.load, cost.fitted())
         )
+
+
+def test_the_data_file_names_the_journals_that_it_is_fitted_to() -> None:
+    data = json.loads(cost.DATA.read_text())
+    root = Path(__file__).parent.parent
+    timings, kernels = fit.read([root / name for name in data["journals"]], H200)
+    assert data["timings"] == len(timings)
+    assert data["kernels"] == sorted(kernels)
+    error = np.array([cost.time_us(t.load, cost.fitted()) / t.time_us - 1 for t in timings])
+    assert data["rms_error"] == pytest.approx(float(np.sqrt((error**2).mean())), abs=1e-4)
 
 
 def test_a_fit_finds_the_constants_behind_the_timings() -> None:

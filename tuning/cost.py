@@ -94,7 +94,6 @@ def fitted() -> Constants:
     return Constants(**{f.name: float(found[f.name]) for f in fields(Constants)})
 
 
-@functools.cache
 def version() -> str:
     """A short hash of the data file: which cost model an estimate comes from."""
     return hashlib.sha256(DATA.read_bytes()).hexdigest()[:8]

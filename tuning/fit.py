@@ -255,7 +255,8 @@ def refit(paths: Sequence[Path], out: Path | None = None, target_name: str = "h2
         "gpu": target.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "kernels": sorted(kernels),
-        "journals": [f"{p.parent.name}/{p.name}" for p in paths],
+        # as given, so that who stands in the repository finds them; of a path of one machine only its end
+        "journals": [f"{p.parent.name}/{p.name}" if p.is_absolute() else p.as_posix() for p in paths],
         "timings": len(timings),
         "rms_error": round(float(np.sqrt((error**2).mean())), 4),
         "worst_error": round(float(error[np.abs(error).argmax()]), 4),
