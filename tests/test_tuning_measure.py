@@ -13,7 +13,10 @@ import pytest
 import torch
 from replayssm_tuning import cost, floor_kernel, measure, peers
 from replayssm_tuning.acceptance import stationary
-from replayssm_tuning.measure import DeviceRunner, Policy, make_cell, slot_sets
+from replayssm_tuning.measure import DeviceRunner
+from replayssm_tuning.policy import Policy
+from replayssm_tuning.slots import Cell, make_cell, slot_sets
+from replayssm_tuning.timing import capture, launch
 from replayssm_tuning.worker import Poisoned, Worker
 
 from replayssm_cute import calls, ring, target
@@ -156,7 +159,7 @@ def test_the_check_covers_flushes_padding_and_empty_rings(monkeypatch: pytest.Mo
 class Clock:
     """Stands in for a captured rotation: runs each call once, then tells made-up times."""
 
-    def __init__(self, run: Callable[[calls.Call], None], cell: measure.Cell, _: Policy) -> None:
+    def __init__(self, run: Callable[[calls.Call], None], cell: Cell, _: Policy) -> None:
         for call in cell.calls:
             run(call)
         self.nodes = len(cell.calls)
@@ -198,7 +201,7 @@ def test_peers_cost_only_themselves(timing: DeviceRunner, monkeypatch: pytest.Mo
     kernel = as_kernel()
 
     def right(call: calls.Call) -> None:
-        measure.launch(kernel, call)
+        launch(kernel, call)
 
     def wrong(call: calls.Call) -> None:
         right(call)
@@ -307,4 +310,4 @@ def test_a_launch_that_is_missing_from_a_graph_is_noticed() -> None:
             call.out.zero_()
 
     with pytest.raises(RuntimeError, match="not finite"):
-        measure.capture(lazy, cell, Policy())
+        capture(lazy, cell, Policy())

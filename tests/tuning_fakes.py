@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from replayssm_tuning.measure import Policy
+from replayssm_tuning.policy import Policy
 from replayssm_tuning.worker import Answer
 
 from replayssm_cute import compiler

@@ -11,8 +11,8 @@ from replayssm_cute.target import Target
 
 from . import cost
 from .context import Context
-from .measure import Policy
 from .plan import Workload
+from .policy import Policy
 from .progress import Budget, Steps
 from .results import Candidate, CellResult
 from .worker import Worker

@@ -15,8 +15,9 @@ from .cells import JOB_S, CellTimer, Compiled
 from .context import Context
 from .errors import SweepError
 from .manifest import manifest
-from .measure import DeviceRunner, Policy
+from .measure import DeviceRunner
 from .plan import Workload
+from .policy import Policy
 from .progress import Budget, Steps
 from .results import CellResult, Results
 from .worker import Worker

@@ -1,0 +1,139 @@
+"""The tensors of a cell: its slot sets, filled so that a rotation over them meets the stationary mix with a cold L2.
+
+Slots are permuted over the whole cache, ring starts are random, pnat comes by quota (acceptance.deal).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayssm_cute import calls, dtypes
+from replayssm_cute.problem import Problem
+
+from . import acceptance, cost
+from .policy import GIB, Policy
+
+
+def slot_sets(problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy, *, l2: int, free: int) -> int:
+    """Slot sets of a cell.
+
+    Args:
+        l2, free: bytes of L2, and of device memory that may be used.
+
+    Raises:
+        ValueError: if memory has no room for one set, or for too little to leave the L2 cold.
+    """
+    touched = cost.traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live).total
+    held = batch * (problem.bytes_per_slot() + _input_bytes(problem))
+    wanted = max(math.ceil(policy.l2_factor * l2 / touched), math.ceil(policy.min_rows / batch), 2)
+    room = min(policy.max_bytes, free) // held
+    sets = min(wanted, room, policy.max_nodes)
+    if sets < 1 or sets * touched < 2 * l2:
+        raise ValueError(
+            f"batch {batch}: {wanted} slot sets of {held / GIB:.2f} GiB do not fit in "
+            f"{min(policy.max_bytes, free) / GIB:.1f} GiB; a cold-L2 time needs {math.ceil(2 * l2 / touched)} at least"
+        )
+    return sets
+
+
+def _input_bytes(p: Problem) -> int:
+    """Bytes of one row's x, dt, B, C, z and out."""
+    io = dtypes.BYTES[p.io_dtype]
+    values = p.heads * p.head_dim * io
+    return p.tokens * (
+        values * (3 if p.has_z else 2) + 2 * p.groups * p.d_state * io + p.heads * dtypes.BYTES[p.dt_dtype]
+    )
+
+
+@dataclass(slots=True)
+class Cell:
+    """The tensors of one (problem, batch, mix): `calls[i]` is the call on slot set i."""
+
+    problem: Problem
+    batch: int
+    calls: list[calls.Call]
+    out: torch.Tensor
+    flush: float
+    mean_live: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one call moves, averaged over the sets, with the flush share that the quotas gave."""
+        return cost.traffic(self.problem, self.batch, flush=self.flush, mean_live=self.mean_live).total
+
+
+def make_cell(
+    problem: Problem, batch: int, mix: acceptance.Mix, policy: Policy, device: torch.device, sets: int
+) -> Cell:
+    """Allocate and fill the caches and inputs of `sets` slot sets on the device."""
+    p = problem
+    slots, rows, io = sets * batch, p.ring_rows, dtypes.TORCH[p.io_dtype]
+    gen = torch.Generator(device).manual_seed(policy.seed)
+
+    def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(generator=gen)
+
+    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device).uniform_(low, high, generator=gen)
+
+    def spread(t: torch.Tensor, *sizes: int) -> torch.Tensor:
+        return t.reshape(*t.shape, *(1 for _ in sizes)).expand(*t.shape, *sizes)
+
+    def weight(name: str | None, low: float, high: float) -> torch.Tensor | None:
+        return None if name is None else spread(uniform(low, high, p.heads).to(dtypes.TORCH[name]), p.head_dim)
+
+    cpu = torch.Generator().manual_seed(policy.seed)
+    pnat = acceptance.deal(mix, sets, batch, seed=policy.seed)
+    if p.index_dtype is None:  # rows are slots: each set is a window of the cache
+        named = torch.arange(slots).view(sets, batch)
+    else:
+        named = torch.randperm(slots, generator=cpu).view(sets, batch)
+    live = torch.zeros(slots, dtype=torch.int32)
+    live[named] = pnat
+    start = torch.randint(0, rows, (slots,), generator=cpu, dtype=torch.int32)
+
+    cache: dict[str, Any] = {
+        "state": normal(slots, p.heads, p.head_dim, p.d_state, dtype=dtypes.TORCH[p.state_dtype]),
+        "x_cache": normal(slots, p.heads, rows, p.head_dim, dtype=io),
+        "B_cache": normal(slots, p.groups, rows, p.d_state, dtype=io),
+        "dt_cache": torch.exp(uniform(-6.9, -2.3, slots, p.heads, rows)),
+        "ring_start": start.to(device),
+        "prev_num_accepted_tokens": live.to(device),
+    }
+    raw_dt = (-5.0, 0.0) if p.dt_softplus else (0.001, 0.1)
+    shared: dict[str, Any] = {
+        "A": spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
+        "D": weight(p.d_dtype, -1.0, 1.0),
+        "dt_bias": weight(p.dt_bias_dtype, *((-2.0, 0.0) if p.dt_softplus else (0.0, 0.01))),
+        "dt_softplus": p.dt_softplus,
+    }
+    shape = (sets, batch, p.tokens)
+    x = normal(*shape, p.heads, p.head_dim, dtype=io)
+    dt = spread(uniform(*raw_dt, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
+    b = normal(*shape, p.groups, p.d_state, dtype=io)
+    c = normal(*shape, p.groups, p.d_state, dtype=io)
+    z = normal(*shape, p.heads, p.head_dim, dtype=io) if p.has_z else None
+    out = torch.empty_like(x)
+    index = None if p.index_dtype is None else named.to(device, dtypes.TORCH[p.index_dtype])
+    made = []
+    for i in range(sets):
+        own = cache if index is not None else {k: v[i * batch : (i + 1) * batch] for k, v in cache.items()}
+        made.append(
+            calls.Call(
+                **own,
+                **shared,
+                x=x[i],
+                dt=dt[i],
+                B=b[i],
+                C=c[i],
+                out=out[i],
+                z=None if z is None else z[i],
+                state_batch_indices=None if index is None else index[i],
+            )
+        )
+    flush = float(acceptance.flush_rows(pnat, p).float().mean())
+    return Cell(p, batch, made, out, flush, float(pnat.float().mean()))
