@@ -61,6 +61,7 @@ def test_a_narrower_sweep_keeps_the_cells_that_it_does_not_touch(fake: Compiler,
     assert kept == [c for c in before.cells if c.batch == 1 or c.problem.tokens == 1]
     assert set(table.manifest.acceptance) == {"verify", "one token"}  # also of the workload that was left out
     assert table.manifest.policy["spent_s"] >= table_before.manifest.policy["spent_s"]
+    assert sum("no GPU was timed" in n for n in after.notes) == 1  # what holds of both is said once
     assert any(n.startswith("3 of 5 cells are of an earlier sweep (plan small") for n in after.notes)
     # the same sweep again touches every cell it has, and says nothing of what it found
     again = estimate(tmp_path, (1, 8, 64))

@@ -93,6 +93,11 @@ def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -
     assert page.count("default kept") == 1
 
 
+def test_a_tie_is_no_lead() -> None:
+    tie = dataclasses.replace(cell(), candidates=(Candidate(BEST, 10.0), Candidate(DEFAULT, 10.0)))
+    assert plots.frame(results_of(tie))["default_kept"].tolist() == [""]
+
+
 def test_one_broken_file_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results_of(cell()).save(tmp_path / "a" / "good.results.json")
     for broken in ("a/bad.results.json", "b/worse.results.json"):

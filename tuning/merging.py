@@ -45,7 +45,7 @@ def merge(old: Results, new: Results) -> tuple[Results, int]:
     order = {p: n for n, p in enumerate(dict.fromkeys(c.problem for c in (*old.cells, *new.cells)))}
     merged.sort(key=lambda c: (order[c.problem], c.batch))
     said = f"{len(kept)} of {len(merged)} cells are of an earlier sweep (plan {old.plan}, {old.manifest.date[:10]})"
-    notes = (*new.notes, said, *(f"earlier: {n.removeprefix('earlier: ')}" for n in old.notes))
+    notes = (*new.notes, said, *(f"earlier: {n.removeprefix('earlier: ')}" for n in old.notes if n not in new.notes))
     found = dataclasses.replace(new, cells=tuple(merged), notes=tuple(dict.fromkeys(notes)))
     return _spent(old, found, acceptance | dict(ours)), len(kept)
 
