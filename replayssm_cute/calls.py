@@ -115,25 +115,25 @@ def random_call(
         ring_start=start,
         prev_num_accepted_tokens=live,
         x=randn(batch, p.tokens, p.heads, p.head_dim).to(io),
-        dt=_spread(uniform(-5.0, 0.0, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim),
-        A=_spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
+        dt=spread(uniform(-5.0, 0.0, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim),
+        A=spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
         B=randn(batch, p.tokens, p.groups, p.d_state).to(io),
         C=randn(batch, p.tokens, p.groups, p.d_state).to(io),
         out=torch.full((batch, p.tokens, p.heads, p.head_dim), float("nan")).to(io),
-        D=None if p.d_dtype is None else _spread(randn(p.heads).to(dtypes.TORCH[p.d_dtype]), p.head_dim),
+        D=None if p.d_dtype is None else spread(randn(p.heads).to(dtypes.TORCH[p.d_dtype]), p.head_dim),
         z=randn(batch, p.tokens, p.heads, p.head_dim).to(io) if p.has_z else None,
         dt_bias=None
         if p.dt_bias_dtype is None
-        else _spread(uniform(-2.0, 0.0, p.heads).to(dtypes.TORCH[p.dt_bias_dtype]), p.head_dim),
+        else spread(uniform(-2.0, 0.0, p.heads).to(dtypes.TORCH[p.dt_bias_dtype]), p.head_dim),
         dt_softplus=p.dt_softplus,
         state_batch_indices=None if p.index_dtype is None else named.to(dtypes.TORCH[p.index_dtype], copy=True),
         pad_slot_id=pad_slot_id,
     )
     if not p.dt_softplus:  # without softplus the raw dt is the step itself: keep it positive
-        call.dt = _spread(uniform(0.001, 0.1, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
+        call.dt = spread(uniform(0.001, 0.1, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
         if call.dt_bias is not None:
             bias = uniform(0.0, 0.01, p.heads).to(dtypes.TORCH[p.dt_bias_dtype or "f32"])
-            call.dt_bias = _spread(bias, p.head_dim)
+            call.dt_bias = spread(bias, p.head_dim)
     if padding:
         if call.state_batch_indices is None:
             raise ValueError("padding: needs a problem with slot indices")
@@ -144,8 +144,8 @@ def random_call(
     return call.to(device) if torch.device(device).type != "cpu" else call
 
 
-def _spread(t: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Append stride-0 dimensions."""
+def spread(t: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The same values with stride-0 dimensions of `sizes` appended: one value a head, expanded over P."""
     return t.reshape(*t.shape, *(1 for _ in sizes)).expand(*t.shape, *sizes)
 
 

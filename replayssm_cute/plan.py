@@ -355,8 +355,7 @@ def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> call
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def spread(name: str, shape: tuple[int, ...], *sizes: int) -> torch.Tensor:
-        small = zeros(dtypes.TORCH[name], *shape)
-        return small.reshape(*shape, *(1 for _ in sizes)).expand(*shape, *sizes)
+        return calls.spread(zeros(dtypes.TORCH[name], *shape), *sizes)
 
     tokens = (batch, p.tokens, p.heads, p.head_dim)
     rate = spread(p.a_dtype, (p.heads,), p.head_dim, p.d_state)

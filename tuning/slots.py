@@ -80,11 +80,8 @@ def make_cell(
     def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device).uniform_(low, high, generator=gen)
 
-    def spread(t: torch.Tensor, *sizes: int) -> torch.Tensor:
-        return t.reshape(*t.shape, *(1 for _ in sizes)).expand(*t.shape, *sizes)
-
     def weight(name: str | None, low: float, high: float) -> torch.Tensor | None:
-        return None if name is None else spread(uniform(low, high, p.heads).to(dtypes.TORCH[name]), p.head_dim)
+        return None if name is None else calls.spread(uniform(low, high, p.heads).to(dtypes.TORCH[name]), p.head_dim)
 
     cpu = torch.Generator().manual_seed(policy.seed)
     pnat = acceptance.deal(mix, sets, batch, seed=policy.seed)
@@ -106,14 +103,14 @@ def make_cell(
     }
     raw_dt = (-5.0, 0.0) if p.dt_softplus else (0.001, 0.1)
     shared: dict[str, Any] = {
-        "A": spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
+        "A": calls.spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
         "D": weight(p.d_dtype, -1.0, 1.0),
         "dt_bias": weight(p.dt_bias_dtype, *((-2.0, 0.0) if p.dt_softplus else (0.0, 0.01))),
         "dt_softplus": p.dt_softplus,
     }
     shape = (sets, batch, p.tokens)
     x = normal(*shape, p.heads, p.head_dim, dtype=io)
-    dt = spread(uniform(*raw_dt, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
+    dt = calls.spread(uniform(*raw_dt, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
     b = normal(*shape, p.groups, p.d_state, dtype=io)
     c = normal(*shape, p.groups, p.d_state, dtype=io)
     z = normal(*shape, p.heads, p.head_dim, dtype=io) if p.has_z else None

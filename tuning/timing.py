@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from replayssm_cute import calls
+from replayssm_cute.plan import kernel_args
 
 from .policy import Policy
 from .slots import Cell
@@ -21,25 +22,7 @@ from .slots import Cell
 
 def launch(kernel: Callable[..., Any], call: calls.Call) -> None:
     """Launch a compiled step kernel on a call's tensors."""
-    kernel(
-        call.state,
-        call.x_cache,
-        call.B_cache,
-        call.dt_cache,
-        call.ring_start,
-        call.prev_num_accepted_tokens,
-        call.x,
-        call.dt,
-        call.A,
-        call.B,
-        call.C,
-        call.out,
-        call.D,
-        call.z,
-        call.dt_bias,
-        call.state_batch_indices,
-        call.pad_slot_id,
-    )
+    kernel(*kernel_args(call))
 
 
 @dataclass(slots=True)
