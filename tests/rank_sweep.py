@@ -1,8 +1,8 @@
 """A rank of a sweep for the tests, started by torchrun: the command line with stand-ins for compiler and GPU.
 
 RANK_SWEEP is JSON: "fail" {rank, after, how} makes one rank die ("kill"), hang ("sleep") or raise ("raise") once it has
-compiled `after` candidates; "seconds" {rank: seconds} slows a rank's compiler down; "gpus" is the number of pretended
-GPUs; "grace" shortens the wait for other ranks.
+compiled `after` candidates and, where it names a journal as "once", that one holds a compilation; "seconds" {rank:
+seconds} slows a rank's compiler down; "gpus" is the number of pretended GPUs; "grace" shortens the wait for other ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from tuning_fakes import Compiler, Device
 from replayssm_cute import compiler
 
 WISH: dict[str, Any] = json.loads(os.environ.get("RANK_SWEEP", "{}"))
+
+
+def wait_for(journal: Path) -> None:
+    """Until another rank's journal holds a compilation."""
+    deadline = time.monotonic() + 60
+    while not journal.exists() or '"compile"' not in journal.read_text():
+        assert time.monotonic() < deadline, f"{journal} stays without a compilation"
+        time.sleep(0.01)
 
 
 class Failing(Compiler):
@@ -36,6 +45,8 @@ class Failing(Compiler):
         def watched(done: compiler.Done, count: int, total: int) -> None:
             progress(done, count, total)
             if str(fail.get("rank")) == os.environ.get("RANK") and count == fail["after"]:
+                if "once" in fail:
+                    wait_for(Path(fail["once"]))
                 if fail["how"] == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fail["how"] == "sleep":

@@ -107,7 +107,8 @@ def test_two_ranks_estimate_what_one_does(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_killed_rank_ends_the_run_and_one_process_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wish = {"fail": {"rank": 1, "after": 7, "how": "kill"}, "seconds": {"0": 0.05}}  # rank 0 is amid its work
+    death = {"rank": 1, "after": 7, "how": "kill", "once": "out/journal.rank0.jsonl"}
+    wish = {"fail": death, "seconds": {"0": 0.05}}  # rank 0 is amid its work
     done = torchrun(wish, *ESTIMATE, "--out", "out")
     assert done.returncode != 0
     assert "error: rank 0: told to end (SIGTERM)" in done.stderr
