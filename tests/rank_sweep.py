@@ -2,7 +2,7 @@
 
 RANK_SWEEP is JSON: "fail" {rank, after, how} makes one rank die ("kill"), hang ("sleep") or raise ("raise") once it has
 compiled `after` candidates and, where it names a journal as "once", that one holds a compilation; "seconds" {rank:
-seconds} slows a rank's compiler down; "gpus" is the number of pretended GPUs; "grace" shortens the wait for other ranks.
+seconds} slows a rank's compiler down; "gpus" is the number of pretended GPUs; "grace" shortens the wait for others.
 """
 
 from __future__ import annotations
