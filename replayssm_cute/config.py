@@ -131,9 +131,13 @@ class SharedLayout:
 
     Attributes:
         stage_bytes, warp_bytes: one stage of the state, and one warp's tile in it.
+        inputs: offset of the heads' inputs, one stage after the other; `input_bytes` for each warp and stage.
+        input_rows: rows of 16 values of P in a warp's inputs: x of the ring, x of the new tokens, then z.
+        c: offset of the new tokens' C, rows of `c_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
         tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
             tile_warps * slices warps work on it.
+        weights: offset of the heads' weights of positions for tokens; `weight_floats` each, rows of `weight_stride`.
         vectors: offset of the heads' decay vectors, `vector_floats` each.
         barriers: offset of the stages' barriers, 8 bytes per warp and stage.
         total: bytes in all.
@@ -141,12 +145,20 @@ class SharedLayout:
 
     stage_bytes: int
     warp_bytes: int
+    inputs: int
+    input_bytes: int
+    input_rows: int
+    c: int
+    c_stride: int
     products: int
     product_stride: int
     product_floats: int
     tiles: int
     tile_warps: int
     slices: int
+    weights: int
+    weight_stride: int
+    weight_floats: int
     vectors: int
     vector_floats: int
     barriers: int
@@ -165,31 +177,50 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
     positions = config.ring_positions(problem) + tokens_pad
+    # Four rows of 32 bytes fill the banks once; the two halves of a row change places every four rows.
+    input_rows = _up(config.ring_positions(problem) + (2 if problem.has_z else 1) * problem.tokens, 4)
+    input_bytes = input_rows * 2 * P_TILE
+    c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)
     units = problem.d_state // 32
     # Slices of four units keep a warp's operands within 32 registers; further ones would only add sums to read.
     slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // 4)) + 1) if units % s == 0)
-    product_stride = tokens_pad if tokens_pad == 8 else 24  # positions t and t + 2 of a read must not share banks
+    product_stride = tokens_pad if tokens_pad == 8 else 20
     product_floats = positions * product_stride
-    # weights of the ring; exp(n_t), dt_t and A·dt_t of each new token; exp(C_tot)
-    vector_floats = _up(positions + 2 * tokens_pad + 1, 4)
-    products = config.stages * stage_bytes
-    vectors = products + slices * product_floats * 4
-    barriers = _up(vectors + config.heads_per_cta * vector_floats * 4, 8)
+    weight_stride = positions if positions % 32 in (8, 24) else positions + 8  # 8 bytes a lane, no bank twice
+    weight_floats = problem.tokens * weight_stride
+    # of the ring: weights; of each new token: exp(n_t), the read-out's factor, dt_t, A·dt_t; and exp(C_tot), D
+    vector_floats = _up(positions - tokens_pad + 4 * tokens_pad + 2, 4)
+
+    sizes = {
+        "inputs": config.stages * warps * input_bytes,
+        "c": problem.tokens * c_stride,
+        "products": slices * product_floats * 4,
+        "weights": config.heads_per_cta * weight_floats * 4,
+        "vectors": config.heads_per_cta * vector_floats * 4,
+        "barriers": warps * config.stages * 8,
+    }
+    offsets, end = {}, config.stages * stage_bytes
+    for name, size in sizes.items():
+        offsets[name] = end
+        end = _up(end + size, 16)
     return SharedLayout(
         stage_bytes=stage_bytes,
         warp_bytes=warp_bytes,
-        products=products,
+        input_bytes=input_bytes,
+        input_rows=input_rows,
+        c_stride=c_stride,
         product_stride=product_stride,
         product_floats=product_floats,
         tiles=tiles,
         tile_warps=tile_warps,
         slices=slices,
-        vectors=vectors,
+        weight_stride=weight_stride,
+        weight_floats=weight_floats,
         vector_floats=vector_floats,
-        barriers=barriers,
-        total=_up(barriers + warps * config.stages * 8, 128),
+        total=_up(end, 128),
+        **offsets,
     )
 
 

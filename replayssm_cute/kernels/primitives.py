@@ -1,6 +1,6 @@
-"""Register-level building blocks: warp MMAs, 16-bit packing, word loads and stores.
+"""Building blocks: warp MMAs, 16-bit packing, word loads and stores, matrix loads, asynchronous copies.
 
-Inline PTX is declared free of side effects, so that the compiler may schedule and merge it like arithmetic.
+Inline PTX that does arithmetic is declared free of side effects, so that the compiler may schedule and merge it.
 Registers that hold two 16-bit values are Int32 "words": low half first in memory.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -97,6 +97,63 @@ def pack(kind: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any = N
     """Two f32 rounded to the nearest bf16 or f16, as one word."""
     operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
     return Int32(_asm(T.i32(), operands, f"cvt.rn.{PTX_TYPE[kind]}x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+def _asm_memory(result: Any, operands: list[Any], text: str, constraints: str, loc: Any, ip: Any) -> Any:
+    """Inline PTX that reads or writes memory: kept, and kept in order with other accesses."""
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints + ",~{memory}" if constraints else "~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load_matrices(
+    address: Int32, count: int, transpose: bool = False, *, loc: Any = None, ip: Any = None
+) -> tuple[Int32, ...]:
+    """ldmatrix: `count` (2 or 4) 8 x 8 matrices of 16-bit values (or 8 x 4 of 32-bit ones), a word of each.
+
+    Lane l passes the shared-memory address of row l % 8 of matrix l // 8, 16 bytes. Lane (g, t) = (l // 4, l % 4)
+    receives word t of row g of each; with `transpose` the values 2t and 2t + 1 of column g.
+    """
+    words = ",".join(f"${i}" for i in range(count))
+    result = _asm_memory(
+        llvm.StructType.get_literal([T.i32()] * count),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' if transpose else ''}.shared.b16 {{{words}}}, [${count}];",
+        ",".join(["=r"] * count + ["r"]),
+        loc,
+        ip,
+    )
+    return tuple(Int32(llvm.extractvalue(T.i32(), result, [i], loc=loc, ip=ip)) for i in range(count))
+
+
+@dsl_user_op
+def copy_async(to: Int32, source: Int64, wanted: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async of 16 bytes to shared memory; `wanted` 0 reads nothing and writes zeros."""
+    operands = [
+        Int32(to).ir_value(loc=loc, ip=ip),
+        Int64(source).ir_value(loc=loc, ip=ip),
+        Int32(wanted).ir_value(loc=loc, ip=ip),
+    ]
+    _asm_memory(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", loc, ip)
+
+
+@dsl_user_op
+def permute(low: Int32, high: Int32, selector: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the eight bytes of (low, high), chosen by the selector's four hexadecimal digits (prmt)."""
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (low, high, selector)]
+    return Int32(_asm(T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+
+
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors: the low halves of two words, first word first; the high ones
 
 
 def bits(v: Any) -> Int32:

@@ -1,7 +1,8 @@
 """B·C of every position with every new token, once per CTA: all its heads share a group.
 
 Work is cut into 16-position tiles (M of the MMA) and, where warps are left over, into slices of N. Each part
-goes to one warp; slices of the same tile are added when they are read back from shared memory.
+goes to one warp; slices of the same tile are added when they are read back from shared memory. The warps that read
+B of the new tokens also append it to the ring.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .primitives import load_words, mma_16bit
+from .primitives import load_words, mma_16bit, store_words
+from .readout_c import ReadoutC
 from .spec import StepSpec
 
 
 class Products:
     """The B·C phase of a step kernel."""
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(self, spec: StepSpec, readout_c: ReadoutC) -> None:
         self.spec = spec
+        self.readout_c = readout_c
+        self.columns = spec.units // spec.shared.slices  # 32-column units of a warp's slice
 
     def _column(self, warp: Int32, step: int, t: Int32) -> Int32:
         """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice.
@@ -29,64 +33,67 @@ class Products:
         mine = cutlass.min(warp // shared.tile_warps, shared.slices - 1)
         return (mine + step * shared.slices) * 32 + 8 * t
 
-    def load_new(self, b, c, row, group, warp, g, t):
-        """This warp's operands that need no slot: C of the tokens, B of the new tokens, as words."""
-        spec = self.spec
-        columns = [self._column(warp, k, t) for k in range(spec.units // spec.shared.slices)]
+    @cute.jit
+    def load_rows(self, held, b_cache, b, row, slot, group, start, pnat, tile, warp, g, t):
+        """Ask for B of a warp's tile, position g of each of its halves; `tile` is the same in all lanes."""
+        for half in cutlass.range_constexpr(2):
+            unit = 2 * tile + half
+            at = half * 4 * self.columns
+            if unit < self.spec.ring_steps:
+                ring = self.spec.read_row(start, pnat, g + 8 * unit)
+                for k in cutlass.range_constexpr(self.columns):
+                    pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)
+                    self._hold(held, at + 4 * k, load_words(pointer, 4))
+            elif unit < self.spec.steps:
+                token = self.spec.token(g + 8 * (unit - self.spec.ring_steps))
+                for k in cutlass.range_constexpr(self.columns):
+                    pointer = self.spec.pointer(b, row, (token, group), self._column(warp, k, t), 8)
+                    self._hold(held, at + 4 * k, load_words(pointer, 4))
 
-        def words(tensor):
-            return [
-                [
-                    load_words(spec.pointer(tensor, row, (spec.token(g + 8 * n), group), column, 8), 4)
-                    for n in range(spec.token_tiles)
-                ]
-                for column in columns
-            ]
+    def _hold(self, held, at, words):
+        for e, word in enumerate(words):
+            held[at + e] = word
 
-        return words(c), words(b)
+    def new_rows(self):
+        """Registers for `load_rows`, zeros: a tile's second half may have no positions."""
+        held = cute.make_rmem_tensor(cute.make_layout(8 * self.columns), Int32)
+        for k in range(8 * self.columns):
+            held[k] = Int32(0)
+        return held
 
     @cute.jit
-    def partial_sums(self, b_cache, new_words, products, slot, group, start, pnat, warp, g, t):
-        """Multiply this warp's tile and slice and leave the sums, (position, token), in its part of `products`."""
-        c_words, b_words = new_words
+    def partial_sums(self, held, raw, products, b_cache, slot, group, start, pnat, appends, tile, warp, g, t):
+        """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows."""
         slice_index = warp // self.spec.shared.tile_warps
-        for tile in cutlass.range_constexpr(self.spec.shared.tiles):
-            if (warp % self.spec.shared.tile_warps == tile % self.spec.shared.tile_warps) & (
-                slice_index < self.spec.shared.slices
-            ):
-                sums = [[Float32(0.0)] * 4 for _ in range(self.spec.token_tiles)]
-                for k in cutlass.range_constexpr(self.spec.units // self.spec.shared.slices):
-                    column = self._column(warp, k, t)
-                    halves = []
-                    for unit in cutlass.range_constexpr(2 * tile, 2 * tile + 2):
-                        if cutlass.const_expr(unit < self.spec.ring_steps):
-                            ring = self.spec.read_row(start, pnat, g + 8 * unit)
-                            halves.append(load_words(self.spec.pointer(b_cache, slot, (group, ring), column, 8), 4))
-                        elif cutlass.const_expr(unit < self.spec.steps):
-                            halves.append(b_words[k][unit - self.spec.ring_steps])
-                        else:
-                            halves.append([Int32(0)] * 4)
-                    for n in cutlass.range_constexpr(self.spec.token_tiles):
-                        for q in cutlass.range_constexpr(2):
-                            a_frag = tuple(halves[half][2 * q + e] for e in range(2) for half in range(2))
-                            b_frag = (c_words[k][n][2 * q], c_words[k][n][2 * q + 1])
-                            sums[n] = mma_16bit(self.spec.io_kind, sums[n], a_frag, b_frag)
-                base = slice_index * self.spec.shared.product_floats
+        if slice_index < self.spec.shared.slices:
+            sums = [[Float32(0.0)] * 4 for _ in range(self.spec.token_tiles)]
+            for k in cutlass.range_constexpr(self.columns):
+                halves = [[held[half * 4 * self.columns + 4 * k + e] for e in range(4)] for half in range(2)]
                 for n in cutlass.range_constexpr(self.spec.token_tiles):
-                    for half in cutlass.range_constexpr(2):
-                        if cutlass.const_expr(2 * tile + half < self.spec.steps):
-                            at = base + (16 * tile + 8 * half + g) * self.spec.shared.product_stride + 8 * n + 2 * t
-                            products[at] = sums[n][2 * half]
-                            products[at + 1] = sums[n][2 * half + 1]
+                    c_words = self.readout_c.piece(raw, 8 * n + g, self._column(warp, k, t))
+                    for q in cutlass.range_constexpr(2):
+                        a_frag = tuple(halves[half][2 * q + e] for e in range(2) for half in range(2))
+                        b_frag = (c_words[2 * q], c_words[2 * q + 1])
+                        sums[n] = mma_16bit(self.spec.io_kind, sums[n], a_frag, b_frag)
+            for half in cutlass.range_constexpr(2):
+                unit = 2 * tile + half
+                if unit < self.spec.steps:
+                    at = slice_index * self.spec.shared.product_floats + (8 * unit + g) * self.spec.shared.product_stride + 2 * t
+                    for n in cutlass.range_constexpr(self.spec.token_tiles):
+                        products[at + 8 * n] = sums[n][2 * half]
+                        products[at + 8 * n + 1] = sums[n][2 * half + 1]
+                token = g + 8 * (unit - self.spec.ring_steps)
+                if appends & (token >= 0) & (token < self.spec.problem.tokens) & (unit >= self.spec.ring_steps):
+                    ring = self.spec.ring_row(start, pnat + token)
+                    for k in cutlass.range_constexpr(self.columns):
+                        pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)
+                        store_words(pointer, [held[half * 4 * self.columns + 4 * k + e] for e in range(4)])
 
-    def fragment(self, products, step, n, g, t):
-        """B·C as a B-fragment: positions t and t + 4 of k-step `step` with token 8n + g."""
+    def dot(self, products, position, token):
+        """B·C of a position and a token."""
         shared = self.spec.shared
-        pair = []
-        for half in range(2):
-            at = (8 * step + 4 * half + t) * shared.product_stride + 8 * n + g
-            value = products[at]
-            for part in range(1, shared.slices):
-                value = value + products[at + part * shared.product_floats]
-            pair.append(value)
-        return pair
+        at = position * shared.product_stride + token
+        value = products[at]
+        for part in range(1, shared.slices):
+            value = value + products[at + part * shared.product_floats]
+        return value

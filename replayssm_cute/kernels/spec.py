@@ -89,9 +89,4 @@ class StepSpec:
         return base + cute.assume(offset, divby=divisor)
 
 
-def first_chunk(t: Int32) -> Int32:
-    """The first of a lane's two 16-byte chunks in a 128-byte row, {0, 1, 4, 5}[t]; the second is 2 further."""
-    return (t & 1) | ((t & 2) << 1)
-
-
-__all__ = ["P_TILE", "WARP", "StepSpec", "first_chunk"]
+__all__ = ["P_TILE", "WARP", "StepSpec"]

@@ -26,10 +26,12 @@ from ..ring import flushes
 from .decay import Decay
 from .primitives import CUTLASS_TYPE
 from .products import Products
+from .readout_c import ReadoutC
 from .signature import fake_arguments
 from .spec import P_TILE, StepSpec
 from .state_tile import StateTile
 from .tokens import Tokens
+from .weights import Weights
 
 
 class StepKernel:
@@ -37,10 +39,12 @@ class StepKernel:
 
     def __init__(self, problem: Problem, config: TileConfig) -> None:
         self.spec = StepSpec(problem, config)
-        self.products = Products(self.spec)
+        self.readout_c = ReadoutC(self.spec)
+        self.products = Products(self.spec, self.readout_c)
         self.decay = Decay(self.spec)
-        self.state_tile = StateTile(self.spec, self.decay)
-        self.tokens = Tokens(self.spec, self.products, self.decay)
+        self.weights = Weights(self.spec, self.products)
+        self.state_tile = StateTile(self.spec)
+        self.tokens = Tokens(self.spec, self.weights)
 
     def staged_layout(self) -> cute.ComposedLayout:
         """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle."""
@@ -165,10 +169,11 @@ class StepKernel:
 
         smem = SmemAllocator()
         raw = smem.allocate(shared.total, byte_alignment=1024)
+        address = Int32(raw.toint())
         floats = lambda offset: cute.make_tensor(  # noqa: E731
             cute.recast_ptr(raw + offset, dtype=Float32), cute.make_layout(1 << 20)
         )
-        dot_sums = floats(shared.products)
+        products = floats(shared.products)
         vectors = floats(shared.vectors)
         staged = self.staged_layout()
         shared_state = cute.make_tensor(
@@ -192,9 +197,10 @@ class StepKernel:
         # Heads' vectors are dealt to the warps from the last, since B·C keeps the first ones busy.
         scan = spec.warps - 1 - warp
         scan_head = head0 + cutlass.min(scan, count - 1)
-        live = (slot != pad_slot_id) & (slot >= 0)
+        live = cute.arch.make_warp_uniform(Int32((slot != pad_slot_id) & (slot >= 0))) != 0
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
+        my_inputs = shared.inputs + warp * shared.input_bytes
         if cutlass.const_expr(p.pdl):
             if live:
                 self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
@@ -202,9 +208,12 @@ class StepKernel:
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        product_words = self.products.load_new(b, c, row, group, warp, g, t)
-        scan_new = self.decay.load_new(dt, a, dt_bias, row, scan_head, lane)
-        new_x, gates, skip = self.tokens.load_new(x, z, d, row, head0, p0, g, t)
+        c_words = self.readout_c.load(c, row, group)
+        scan_new = self.decay.load_new(dt, a, dt_bias, d, row, scan_head, lane)
+        for stage in cutlass.range_constexpr(config.stages):
+            if stage < count:
+                at = address + my_inputs + stage * spec.warps * shared.input_bytes
+                self.tokens.copy_new(at, x, z, row, head0 + stage, p0, lane)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -212,73 +221,122 @@ class StepKernel:
                 self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
+            self.readout_c.stage(raw, c_words)
+            bc_tile = warp % shared.tile_warps
+            bc_rows = self.products.new_rows()
             ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
-            ring_x = self.tokens.load_ring_x(x_cache, slot, head0, p0, start, pnat, g, t)
-            cute.arch.sync_warp()
+            self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, bc_tile, warp, g, t)
+            for stage in cutlass.range_constexpr(config.stages):
+                if stage < count:
+                    at = address + my_inputs + stage * spec.warps * shared.input_bytes
+                    self.tokens.copy_ring(at, x_cache, slot, head0 + stage, p0, start, pnat, lane)
+                cute.arch.cp_async_commit_group()
+            cute.arch.sync_threads()
             flush = Boolean(flushes(pnat, p.tokens, p.window))
 
-            # ---- once per CTA: B·C, decay vectors, appended rows of B and dt ----
-            self.products.partial_sums(b_cache, product_words, dot_sums, slot, group, start, pnat, warp, g, t)
+            # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
+            c_held = [self.readout_c.fragments(address, lane, n) for n in range(spec.token_tiles)]
+            read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles), Float32)
+            self.next_read_out(read_out, address, barriers, c_held, Int32(0), Int32(0), warp, lane)
+            refill = cutlass.const_expr(config.stages < config.heads_per_cta)
+            if cutlass.const_expr(refill) and not flush:
+                cute.arch.sync_warp()
+                self.refill(atom, from_global, to_shared, barriers, 0, count, 0, head0, tile, warp, lane, slot32)
+
+            # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
+            appends = (head0 % p.heads_per_group == 0) & (split == 0)
+            self.products.partial_sums(
+                bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, bc_tile, warp, g, t
+            )
+            for later in cutlass.range_constexpr(1, -(-shared.tiles // shared.tile_warps)):
+                later_tile = bc_tile + later * shared.tile_warps
+                self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, later_tile, warp, g, t)
+                self.products.partial_sums(
+                    bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, later_tile, warp, g, t
+                )
             if scan < count:
                 self.decay.make_vectors(
                     dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, split, lane
                 )
             if cutlass.const_expr(config.heads_per_cta > spec.warps):
                 for i in cutlass.range(scan + spec.warps, count, spec.warps, unroll=1):
-                    later_new = self.decay.load_new(dt, a, dt_bias, row, head0 + i, lane)
+                    later_new = self.decay.load_new(dt, a, dt_bias, d, row, head0 + i, lane)
                     later_dt = self.decay.load_ring(dt_cache, slot, head0 + i, start, pnat, lane)
                     self.decay.make_vectors(
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
                     )
-            # A head's inputs are asked for one head ahead and live, unmasked, in registers until their turn:
-            # whatever touches them earlier would wait for them.
-            held = cute.make_rmem_tensor(cute.make_layout(2 * spec.steps + len(gates)), Int32)
-            held_skip = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-            self.hold(held, held_skip, ring_x + new_x + gates, skip)
+            cute.arch.sync_threads()
+            for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
+                self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
             cute.arch.sync_threads()
 
             # ---- head by head ----
+            stage, phase = Int32(0), Int32(0)
             for i in cutlass.range(count, unroll=1):
                 head = head0 + i
-                stage = i % config.stages
-                phase = (i // config.stages) % 2
-                ring_words = [held[k] for k in range(2 * spec.ring_steps)]
-                new_words = [held[2 * spec.ring_steps + k] for k in range(2 * spec.token_tiles)]
-                z_words = [held[2 * spec.steps + k] for k in range(len(gates))]
-                d_value = held_skip[0]
-                if cutlass.const_expr(config.heads_per_cta > 1):
-                    following = head0 + cutlass.min(i + 1, count - 1)
-                    next_ring_x = self.tokens.load_ring_x(x_cache, slot, following, p0, start, pnat, g, t)
-                    next_x, next_gates, next_skip = self.tokens.load_new(x, z, d, row, following, p0, g, t)
-                    self.hold(held, held_skip, next_ring_x + next_x + next_gates, next_skip)
-                x_words = self.tokens.mask_x(ring_words, new_words, start, pnat, t)
-                # C again from L1, where B·C left it: cheaper than registers that are held from head to head
-                c_words = self.state_tile.load_c(c, row, group, g, t)
-                tiles, factors = self.tokens.contributions(x_words, dot_sums, vectors, i, d_value, start, pnat, g, t)
-                self.tokens.append_x(x_cache, x_words, slot, head, p0, start, pnat, g, t)
-
-                cute.arch.mbarrier_wait(barriers + stage, phase)
-                mine = cute.assume(stage * shared.stage_bytes + warp * shared.warp_bytes, divby=1024)
-                words = cute.recast_ptr(raw + mine, dtype=Int32)
-                read_out = self.state_tile.read_out(words, c_words, g, t)
-                refill = cutlass.const_expr(config.stages < config.heads_per_cta)
-                if cutlass.const_expr(refill) and not flush:
-                    cute.arch.sync_warp()
-                    self.refill(atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot32)
-                self.tokens.store_outputs(out, read_out, tiles, factors, z_words, row, head, p0, g, t)
+                at = cute.assume(my_inputs + stage * (spec.warps * shared.input_bytes), divby=128)
+                cute.arch.cp_async_wait_group(config.stages - 1)
+                if cutlass.const_expr(spec.whole):
+                    self.tokens.clear_dead(raw + at, start, pnat, lane)
+                cute.arch.sync_warp()
+                x_words = self.tokens.x_words(address + at, lane)
+                gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
+                tiles = self.tokens.contributions(raw, x_words, i, g, t)
+                self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
+                results = [[read_out[4 * n + e] for e in range(4)] for n in range(spec.token_tiles)]
+                self.tokens.store_outputs(out, raw, results, tiles, gates, i, row, head, p0, g, t)
                 if flush:
+                    mine = cute.assume(stage * shared.stage_bytes + warp * shared.warp_bytes, divby=1024)
+                    words = cute.recast_ptr(raw + mine, dtype=Int32)
                     self.state_tile.flush(
                         state, b_cache, vectors, words, x_words, i, slot, group, head, p0, start, pnat, g, t
                     )
+                if cutlass.const_expr(config.heads_per_cta > 1):
                     if cutlass.const_expr(refill):
                         cute.arch.sync_warp()
-                        self.refill(
-                            atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot32
-                        )
-            if head0 % p.heads_per_group == 0 and split == 0:
-                self.tokens.append_b(b_cache, b, row, slot, group, start, pnat)
+                        if flush:
+                            self.refill(
+                                atom, from_global, to_shared, barriers, i, count, stage, head0, tile, warp, lane, slot32
+                            )
+                        if i + config.stages < count:
+                            self.tokens.copy_new(address + at, x, z, row, head + config.stages, p0, lane)
+                            self.tokens.copy_ring(
+                                address + at, x_cache, slot, head + config.stages, p0, start, pnat, lane
+                            )
+                    cute.arch.cp_async_commit_group()
+                    stage, phase = self.following(stage, phase)
+                    if i + 1 < count:
+                        self.next_read_out(read_out, address, barriers, c_held, stage, phase, warp, lane)
+                        if cutlass.const_expr(refill) and not flush:
+                            cute.arch.sync_warp()
+                            self.refill(
+                                atom, from_global, to_shared, barriers, i + 1, count, stage, head0, tile, warp, lane,
+                                slot32,
+                            )  # fmt: skip
         else:
-            self.tokens.store_zeros(out, row, head0, count, p0, g, t)
+            cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
+            self.tokens.store_zeros(out, row, head0, count, p0, lane)
+
+    def following(self, stage, phase):
+        """The stage after this one, and the phase of its barrier."""
+        stages = self.spec.config.stages
+        wraps = stage == stages - 1
+        return Int32(cutlass.select_(wraps, 0, stage + 1)), Int32(cutlass.select_(wraps, phase ^ 1, phase))
+
+    @cute.jit
+    def next_read_out(self, read_out, address, barriers, c_held, stage, phase, warp, lane):
+        """Wait for a stage's state and leave S·C in `read_out`."""
+        shared, n_tiles = self.spec.shared, self.spec.token_tiles
+        words = c_held
+        if cutlass.const_expr(not self.readout_c.held):
+            words = [self.readout_c.fragments(address, lane, n) for n in range(n_tiles)]
+        operands = [self.readout_c.operands(words[n]) for n in range(n_tiles)]
+        cute.arch.mbarrier_wait(barriers + stage, phase)
+        tile = address + (stage * shared.stage_bytes + warp * shared.warp_bytes)
+        sums = self.state_tile.read_out(tile, operands, lane)
+        for n in cutlass.range_constexpr(n_tiles):
+            for e in cutlass.range_constexpr(4):
+                read_out[4 * n + e] = sums[n][e]
 
     @cute.jit
     def first_loads(self, atom, from_global, to_shared, barriers, count, head0, tile, warp, slot):
@@ -293,24 +351,18 @@ class StepKernel:
                 )
 
     @cute.jit
-    def refill(self, atom, from_global, to_shared, barriers, i, count, stage, head, tile, warp, lane, slot):
-        """Ask for the state of the head that takes this stage next; every lane must have read the old one."""
+    def refill(self, atom, from_global, to_shared, barriers, i, count, stage, head0, tile, warp, lane, slot):
+        """Ask for the state of the head that takes head i's stage next; every lane must have read the old one."""
         config = self.spec.config
         if i + config.stages < count:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, self.spec.shared.warp_bytes)
             cute.copy(
                 atom,
-                from_global[None, 0, tile, 0, head + config.stages, slot],
+                from_global[None, 0, tile, 0, head0 + i + config.stages, slot],
                 to_shared[None, warp, stage],
                 tma_bar_ptr=barriers + stage,
             )
-
-    def hold(self, held, held_skip, words, skip):
-        """Keep a head's inputs in registers."""
-        for k, word in enumerate(words):
-            held[k] = word
-        held_skip[0] = skip
 
 
 def compile_step(problem: Problem, config: TileConfig, arch: str):

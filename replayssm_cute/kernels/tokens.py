@@ -1,134 +1,178 @@
-"""Inputs and outputs of the new tokens: x of every position, gates, appended ring rows, the epilogue."""
+"""Inputs and outputs of the tokens: x of every position and the gates in shared memory, appended rows, the epilogue.
+
+A warp's inputs of one head are rows of its 16 values of P, 32 bytes each: x of the ring positions, x of the new
+tokens, z of the new tokens. The two halves of a row change places every four rows, so that ldmatrix finds eight
+rows of one half in different banks.
+"""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
-from .decay import Decay
-from .primitives import bits, high_half, load_words, low_half, mma_tf32, pack, store_words, to_tf32
-from .products import Products
+from .decay import Vectors
+from .primitives import (
+    HIGH_HALVES,
+    LOW_HALVES,
+    as_float,
+    bits,
+    copy_async,
+    high_half,
+    load_matrices,
+    load_words,
+    low_half,
+    mma_tf32,
+    pack,
+    permute,
+    store_words,
+)
 from .spec import StepSpec
-from .state_tile import TRUNCATION_GAIN, x_fragment
+from .state_tile import x_fragment
+from .weights import Weights
+
+ROW_BYTES = 32
+ROWS_A_COPY = 16  # rows that a warp copies at once, 16 bytes a lane
 
 
 def _silu(v: Float32) -> Float32:
     return v / (Float32(1.0) + cute.math.exp(-v))
 
 
+def place(row: Int32, half: Int32) -> Int32:
+    """Byte offset of half a row in a warp's inputs."""
+    return row * ROW_BYTES + (half ^ ((row // 4) % 2)) * 16
+
+
 class Tokens:
     """The phases of a step kernel that read the tokens' inputs and write what becomes of them."""
 
-    def __init__(self, spec: StepSpec, products: Products, decay: Decay) -> None:
+    def __init__(self, spec: StepSpec, weights: Weights) -> None:
         self.spec = spec
-        self.products = products
-        self.decay = decay
+        self.weights = weights
+        self.x_rows = spec.ring_positions  # first row of the new tokens' x
+        self.z_rows = spec.ring_positions + spec.problem.tokens
 
-    def pair(self, tensor, outer, inner, p0, g):
-        """Address of the two rows of P that a lane owns, 2g and 2g + 1 of its warp's 16: one word."""
-        return self.spec.pointer(tensor, outer, inner, p0 + 2 * g, 2)
+    def _copy(self, address, tensor, outer, inner, p0, row, half, bytes_):
+        source = self.spec.pointer(tensor, outer, inner, p0 + 8 * half, 8)
+        copy_async(address + place(row, half), Int64(source.toint()), bytes_)
 
-    def load_ring_x(self, x_cache, slot, head, p0, start, pnat, g, t):
-        """x of the ring positions t, t + 4, ... as words of rows 2g and 2g + 1; dead rows not yet masked."""
-        return [
-            load_words(self.pair(x_cache, slot, (head, self.spec.read_row(start, pnat, t + 4 * k)), p0, g), 1)[0]
-            for k in range(2 * self.spec.ring_steps)
-        ]
+    @cute.jit
+    def copy_new(self, address, x, z, row, head, p0, lane):
+        """Ask for a head's x and z of the new tokens."""
+        for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
+            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            if token < self.spec.problem.tokens:
+                self._copy(address, x, row, (token, head), p0, self.x_rows + token, half, Int32(16))
+                if cutlass.const_expr(z is not None):
+                    self._copy(address, z, row, (token, head), p0, self.z_rows + token, half, Int32(16))
 
-    def load_new(self, x, z, d, row, head, p0, g, t):
-        """A head's inputs of the new tokens that need no slot: words of x and of the gates, and D.
+    @cute.jit
+    def copy_ring(self, address, x_cache, slot, head, p0, start, pnat, lane):
+        """Ask for a head's x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
+        for k in cutlass.range_constexpr(-(-self.spec.ring_positions // ROWS_A_COPY)):
+            position, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            wanted = position < self.spec.problem.ring_rows
+            if cutlass.const_expr(not self.spec.whole):
+                wanted = position < pnat
+            if position < self.spec.ring_positions:
+                ring = self.spec.read_row(start, pnat, position)
+                self._copy(address, x_cache, slot, (head, ring), p0, position, half, Int32(cutlass.select_(wanted, 16, 0)))
 
-        x of tokens t, t + 4, ... and z of this lane's outputs, per n-tile tokens 2t and 2t + 1, for rows 2g and
-        2g + 1; tokens beyond T repeat the last.
-        """
+    @cute.jit
+    def clear_dead(self, inputs, start, pnat, lane):
+        """Zeros over the rows that "whole" copied and the cursors do not count: NaN must not meet a product."""
+        for k in cutlass.range_constexpr(-(-self.spec.ring_positions // ROWS_A_COPY)):
+            position, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            dead = (position < self.spec.ring_positions) & (self.spec.is_live(start, pnat, position) == False)  # noqa: E712
+            if dead:
+                store_words(inputs + cute.assume(place(position, half), divby=16), [Int32(0)] * 4)
+
+    def x_words(self, address, lane):
+        """x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
         spec = self.spec
-
-        def word(tensor, token):
-            return load_words(self.pair(tensor, row, (spec.token(token), head), p0, g), 1)[0]
-
-        words = [word(x, t + 4 * k) for k in range(2 * spec.token_tiles)]
-        gates = [] if z is None else [word(z, 2 * t + e + 8 * n) for n in range(spec.token_tiles) for e in range(2)]
-        return words, gates, Float32(0.0) if d is None else Float32(d[head, 0])
-
-    def mask_x(self, ring_words, new_words, start, pnat, t):
-        """Words of all positions with dead rows and tokens beyond T as zeros: NaN in them must not meet a product."""
-        words = [
-            Int32(cutlass.select_(self.spec.is_live(start, pnat, t + 4 * k), word, Int32(0)))
-            for k, word in enumerate(ring_words)
-        ]
-        for k, word in enumerate(new_words):
-            inside = t + 4 * k < self.spec.problem.tokens
-            words.append(Int32(cutlass.select_(inside, word, Int32(0))))
+        half, second, within = (lane // 8) % 2, lane // 16, lane % 8
+        words = []
+        for step in range(0, spec.steps, 2):
+            row = self._input_row(step, within)
+            if step + 1 < spec.steps:
+                row = Int32(cutlass.select_(second == 0, row, self._input_row(step + 1, within)))
+                four = load_matrices(address + place(row, half), 4, True)
+                words += [four[:2], four[2:]]
+            else:
+                words.append(load_matrices(address + place(row, half), 2, True))
         return words
 
-    def contributions(self, x_words, products, vectors, head_index, skip, start, pnat, g, t):
-        """What the ring and the new tokens add to the outputs, and the factors of the read-out.
+    def _input_row(self, step, within):
+        if step < self.spec.ring_steps:
+            return Int32(8 * step + within)
+        return self.x_rows + self.spec.token(8 * (step - self.spec.ring_steps) + within)
 
-        Nothing here waits for the state.
+    def gates(self, address, lane):
+        """z of each token tile: words of rows g and g + 8 of P, tokens 2t and 2t + 1."""
+        return [
+            load_matrices(
+                address + place(self.z_rows + self.spec.token(8 * n + lane % 8), (lane // 8) % 2), 2, True
+            )
+            for n in range(self.spec.token_tiles)
+        ]
 
-        Returns:
-            Per n-tile an accumulator tile (rows 2g, 2g + 1) x (tokens 2t, 2t + 1), and the two tokens' factors.
-        """
-        offsets = self.decay.offsets(head_index)
-        total = vectors[offsets[4]]
-        if self.spec.state_kind == "f32":
-            total = total * Float32(TRUNCATION_GAIN)
-        tiles, factors = [], []
+    def contributions(self, raw, x_words, head_index, g, t):
+        """What the ring and the new tokens add to the outputs; per n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
+        tiles = []
         for n in range(self.spec.token_tiles):
             tile = [Float32(0.0)] * 4
             for step in range(self.spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
-                dots = self.products.fragment(products, step, n, g, t)
-                weights = self.decay.weight_fragment(dots, vectors, offsets, skip, start, pnat, step, n, g, t)
-                a_frag = [bits(v) for v in x_fragment(x_words, step, self.spec)]
-                tile = mma_tf32(tile, a_frag, [to_tf32(w) for w in weights])
+                a_frag = [bits(v) for v in x_fragment(x_words[step], self.spec)]
+                tile = mma_tf32(tile, a_frag, self.weights.fragment(raw, head_index, step, n, g, t))
             tiles.append(tile)
-            factors.append([total * vectors[offsets[1] + 8 * n + 2 * t + e] for e in range(2)])
-        return tiles, factors
+        return tiles
 
     @cute.jit
-    def store_outputs(self, out, read_out, tiles, factors, gates, row, head, p0, g, t):
-        """Decayed read-out plus contributions: gate, round and store, two rows of P a word."""
+    def store_outputs(self, out, raw, read_out, tiles, gates, head_index, row, head, p0, g, t):
+        """Decayed read-out plus contributions: gate, round and store, two rows of P a word.
+
+        Lanes g and g ^ 1 trade tokens, so that one holds neighbouring rows of token 2t, the other of token 2t + 1.
+        """
+        at = Vectors(self.spec, head_index)
+        odd = g % 2
+        low_rows = Int32(cutlass.select_(odd == 1, 0x1054, LOW_HALVES))
+        high_rows = Int32(cutlass.select_(odd == 1, 0x3276, HIGH_HALVES))
         for n in cutlass.range_constexpr(self.spec.token_tiles):
+            factors = load_words(raw + cute.assume(self.spec.shared.vectors + 4 * (at.factors + 8 * n + 2 * t), divby=8), 2)
+            values = []
             for e in cutlass.range_constexpr(2):
-                low = read_out[n][e] * factors[n][e] + tiles[n][e]
-                high = read_out[n][2 + e] * factors[n][e] + tiles[n][2 + e]
+                factor = as_float(factors[e])
+                pair = [read_out[n][2 * side + e] * factor + tiles[n][2 * side + e] for side in range(2)]
                 if cutlass.const_expr(len(gates) > 0):
-                    word = gates[2 * n + e]
-                    low = low * _silu(low_half(self.spec.io_kind, word))
-                    high = high * _silu(high_half(self.spec.io_kind, word))
-                token = 2 * t + e + 8 * n
-                if token < self.spec.problem.tokens:
-                    pointer = self.pair(out, row, (token, head), p0, g)
-                    store_words(pointer, [pack(self.spec.io_kind, low, high)])
+                    half = (low_half, high_half)[e]
+                    pair = [v * _silu(half(self.spec.io_kind, gates[n][side])) for side, v in enumerate(pair)]
+                values.append(pack(self.spec.io_kind, pair[0], pair[1]))
+            kept = Int32(cutlass.select_(odd == 1, values[1], values[0]))
+            sent = Int32(cutlass.select_(odd == 1, values[0], values[1]))
+            got = cute.arch.shuffle_sync_bfly(sent, 4)
+            token = 8 * n + 2 * t + odd
+            if token < self.spec.problem.tokens:
+                low = self.spec.pointer(out, row, (token, head), p0 + g - odd, 2)
+                store_words(low, [permute(kept, got, low_rows)])
+                high = self.spec.pointer(out, row, (token, head), p0 + 8 + g - odd, 2)
+                store_words(high, [permute(kept, got, high_rows)])
 
     @cute.jit
-    def store_zeros(self, out, row, head0, count, p0, g, t):
+    def store_zeros(self, out, row, head0, count, p0, lane):
         """The outputs of a padding row."""
         for i in cutlass.range(count, unroll=1):
-            for k in cutlass.range_constexpr(2 * self.spec.token_tiles):
-                token = t + 4 * k
+            for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
+                token, half = ROWS_A_COPY * k + lane // 2, lane % 2
                 if token < self.spec.problem.tokens:
-                    store_words(self.pair(out, row, (token, head0 + i), p0, g), [Int32(0)])
+                    store_words(self.spec.pointer(out, row, (token, head0 + i), p0 + 8 * half, 8), [Int32(0)] * 4)
 
     @cute.jit
-    def append_x(self, x_cache, x_words, slot, head, p0, start, pnat, g, t):
+    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, lane):
         """Append the new tokens' x, bit for bit."""
-        for k in cutlass.range_constexpr(2 * self.spec.token_tiles):
-            s = t + 4 * k
-            if s < self.spec.problem.tokens:
-                pointer = self.pair(x_cache, slot, (head, self.spec.ring_row(start, pnat + s)), p0, g)
-                store_words(pointer, [x_words[2 * self.spec.ring_steps + k]])
-
-    @cute.jit
-    def append_b(self, b_cache, b, row, slot, group, start, pnat):
-        """Append the new tokens' B, 16 bytes a thread."""
-        pieces = self.spec.problem.d_state // 8
-        thread = cute.arch.thread_idx()[0]
-        for k in cutlass.range_constexpr(-(-self.spec.problem.tokens * pieces // self.spec.threads)):
-            piece = thread + k * self.spec.threads
-            if piece < self.spec.problem.tokens * pieces:
-                s, column = piece // pieces, piece % pieces * 8
-                values = load_words(self.spec.pointer(b, row, (s, group), column, 8), 4)
-                ring = self.spec.ring_row(start, pnat + s)
-                store_words(self.spec.pointer(b_cache, slot, (group, ring), column, 8), values)
+        for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
+            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            if token < self.spec.problem.tokens:
+                words = load_words(inputs + cute.assume(place(self.x_rows + token, half), divby=16), 4)
+                ring = self.spec.ring_row(start, pnat + token)
+                store_words(self.spec.pointer(x_cache, slot, (head, ring), p0 + 8 * half, 8), words)

@@ -1,0 +1,64 @@
+"""The weight of every position in every new token's output, once per head: the B-operand of the outputs' MMAs.
+
+For the ring exp(C_tot - c_j + n_t) dt_j (B_j·C_t); for new token s exp(n_t - n_s) dt_s (B_s·C_t), plus D where s = t,
+0 where s > t. Rounded to tf32, a row of positions for each token.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .decay import Vectors
+from .primitives import load_words, store_words, to_tf32
+from .products import Products
+from .spec import StepSpec
+
+
+class Weights:
+    """The weights phase of a step kernel, and what reads its result."""
+
+    def __init__(self, spec: StepSpec, products: Products) -> None:
+        self.spec = spec
+        self.products = products
+
+    def _at(self, head_index, step, n, g, t):
+        """Byte offset of this lane's two weights in a k-step: positions 2t and 2t + 1 of token 8n + g."""
+        shared = self.spec.shared
+        token = self.spec.token(8 * n + g)
+        floats = head_index * shared.weight_floats + token * shared.weight_stride + 8 * step + 2 * t
+        return cute.assume(shared.weights + 4 * floats, divby=8)
+
+    @cute.jit
+    def make(self, raw, products, vectors, head_index, step, start, pnat, g, t):
+        """One k-step of one head's weights; `step` is the same in all lanes."""
+        at = Vectors(self.spec, head_index)
+        for n in cutlass.range_constexpr(self.spec.token_tiles):
+            token = 8 * n + g
+            dots = [self.products.dot(products, 8 * step + 2 * t + half, token) for half in range(2)]
+            pair = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+            if step < self.spec.ring_steps:
+                for half in cutlass.range_constexpr(2):
+                    position = 8 * step + 2 * t + half
+                    weight = dots[half] * (vectors[at.weights + position] * vectors[at.token_decay + token])
+                    # a dead row's product may be NaN: select, never multiply
+                    live = self.spec.is_live(start, pnat, position)
+                    pair[half] = to_tf32(Float32(cutlass.select_(live, weight, Float32(0.0))))
+            else:
+                for half in cutlass.range_constexpr(2):
+                    s = 8 * (step - self.spec.ring_steps) + 2 * t + half
+                    between = Float32(0.0)
+                    for later in cutlass.range_constexpr(1, min(8 * n + 8, self.spec.problem.tokens)):
+                        inside = (s < later) & (later <= token)
+                        log_decay = vectors[at.log_decay + later]
+                        between = between + Float32(cutlass.select_(inside, log_decay, Float32(0.0)))
+                    weight = cute.math.exp(between) * (vectors[at.dt + s] * dots[half])
+                    weight = Float32(cutlass.select_(s == token, weight + vectors[at.skip], weight))
+                    pair[half] = to_tf32(Float32(cutlass.select_(s <= token, weight, Float32(0.0))))
+            if token < self.spec.problem.tokens:
+                store_words(raw + self._at(head_index, step, n, g, t), [pair[0], pair[1]])
+
+    def fragment(self, raw, head_index, step, n, g, t):
+        """A k-step's B-fragment for token tile n: positions 2t and 2t + 1 with token 8n + g."""
+        return load_words(raw + self._at(head_index, step, n, g, t), 2)
