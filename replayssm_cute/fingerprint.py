@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-# Sources outside kernels/ that shape generated code: layouts, validity, ring arithmetic, specialization.
-_SHAPING = ("ring.py", "config.py", "problem.py", "dtypes.py")
+# What shapes the generated code of each group of kernels: its own folder, and sources elsewhere.
+_GROUPS = {
+    "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py")),
+    "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py")),
+}
 _DSL_WHEELS = (
     "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base",
@@ -59,16 +62,20 @@ def of_sources(sources: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def kernel_sources() -> dict[str, bytes]:
-    """The sources that shape generated code, by path relative to the package, with forward slashes."""
-    paths = [_PACKAGE / name for name in _SHAPING] + sorted((_PACKAGE / "kernels").glob("*.py"))
+def kernel_sources(group: str = "step") -> dict[str, bytes]:
+    """The sources that shape a group's generated code, by path relative to the package, with forward slashes.
+
+    Groups: "step", the kernels of a decode step, which tuned tables are measured with; "cache", those between steps.
+    """
+    folder, others = _GROUPS[group]
+    paths = [_PACKAGE / name for name in others] + sorted((_PACKAGE / folder).glob("*.py"))
     return {p.relative_to(_PACKAGE).as_posix(): p.read_bytes() for p in paths}
 
 
 @functools.cache
-def kernels() -> str:
-    """Fingerprint of the kernel sources as this process first saw them; equal in every process and on every machine."""
-    return of_sources(kernel_sources())
+def kernels(group: str = "step") -> str:
+    """Fingerprint of a group's sources as this process first saw them; the same in every process and machine."""
+    return of_sources(kernel_sources(group))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import fakes
 import pytest
 from fakes import H200, RESOURCES, SMALL, FakeCompiled, FakeKernel
 
-from replayssm_cute import compiler, fingerprint, resources
+from replayssm_cute import compile_cli, compiler, fingerprint, kernel_files, resources
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import named
@@ -255,11 +255,11 @@ def test_what_a_killed_writer_left_is_removed(fake_compiler: Path) -> None:
     directory = fake_compiler / compiler.key(SMALL, CONFIG, H200.arch)
     directory.mkdir(parents=True)
     for name in ("1.tmp.o", "2.tmp.json.tmp"):
-        (directory / f"{compiler._host()}.{name}").write_text("half")
+        (directory / f"{kernel_files.host()}.{name}").write_text("half")
     (directory / "another-host.3.tmp.o").write_text("half")
     compiler.get(SMALL, CONFIG, H200)
     assert sorted(p.name for p in directory.iterdir()) == sorted(
-        ("another-host.3.tmp.o", f"{compiler._host()}.o", f"{compiler._host()}.json")
+        ("another-host.3.tmp.o", f"{kernel_files.host()}.o", f"{kernel_files.host()}.json")
     )
 
 
@@ -496,7 +496,7 @@ def test_what_progress_raises_ends_compile_many(monkeypatch: pytest.MonkeyPatch,
 )
 def test_command_line_names_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        compiler.main(arguments)
+        compile_cli.main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -511,5 +511,5 @@ def test_command_line_reads_plan_files(monkeypatch: pytest.MonkeyPatch, tmp_path
         return []
 
     monkeypatch.setattr(compiler, "compile_many", compile_many)
-    assert compiler.main(["--target", "b300", "--target", "sm_90a", "--plan", str(file)]) == 0
+    assert compile_cli.main(["--target", "b300", "--target", "sm_90a", "--plan", str(file)]) == 0
     assert wanted == [(SMALL, TileConfig(head_split=2), named(t)) for t in ("b300", "h200")]

@@ -69,7 +69,7 @@ def test_known_signature_is_not_checked_or_planned_again(cpu_as_gpu: None, monke
 def test_first_call_prepares_every_config_of_the_tables(cpu_as_gpu: None) -> None:
     run(random_call(SMALL, 2))
     candidates = tables.candidates(SMALL, H200)
-    assert {c for _, c, _ in compiler._memory} == set(candidates)
+    assert {r.config for r, _ in compiler._memory} == set(candidates)
     compiled = compiler.counters().compiled
     run(random_call(SMALL, 5))
     assert compiler.counters().compiled == compiled == len(candidates)

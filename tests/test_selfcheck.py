@@ -453,7 +453,7 @@ def test_a_failed_kernel_is_not_even_loaded_in_the_next_process(
     caplog.clear()
     launched.clear()
     run(random_call(SMALL, 2))
-    assert set(launched) == {LARGE} and {c for _, c, _ in compiler._memory} == {LARGE}
+    assert set(launched) == {LARGE} and {r.config for r, _ in compiler._memory} == {LARGE}
     assert len(warnings(caplog)) == 1, "each process says why a config is missing"
 
 

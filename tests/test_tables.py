@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fakes import H200, SMALL
 
-from replayssm_cute import fingerprint, tables
+from replayssm_cute import explain, fingerprint, tables
 from replayssm_cute.config import TileConfig, default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.tables import Cell, Manifest, Table, TableError, Tables
@@ -263,12 +263,32 @@ def test_failing_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_shipped_tables_are_valid_and_mean_their_files_target() -> None:
+def test_shipped_tables_are_valid_and_decide_every_one_of_their_cells() -> None:
+    """Also that their kernels are those in the tree: a table of other kernels is not used."""
+    assert tables.shipped()
     for path in tables.shipped():
         found = tables.read(path)
+        assert found.manifest.provenance == "measured"
+        assert found.manifest.kernel_fingerprint == fingerprint.kernels()
+        target = named(found.manifest.arch)
+        serving = Tables.of(target, [])
         for problem, cells in found.entries.items():
             for c in cells:
-                assert c.config.invalid_reason(problem, named(found.manifest.arch)) is None
+                assert c.config.invalid_reason(problem, target) is None
+                choice = serving.choose(problem, c.batch)
+                assert (choice.source, choice.table, choice.cell) == ("table", f"shipped {path.name}", c)
+
+
+def test_explain_says_that_a_shipped_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REPLAYSSM_TABLES", raising=False)
+    tables.forget()
+    try:
+        for tokens, batch in ((4, 64), (1, 16)):
+            found = explain(problem=dataclasses.replace(WIDE, tokens=tokens), batch=batch, target="h200")
+            assert f"measured table for this problem, bucket {batch}" in str(found)
+            assert "shipped nvidia-h200-nemotron3-super-f32.json" in str(found)
+    finally:
+        tables.forget()
 
 
 # ---- look-up ---------------------------------------------------------------------------------------

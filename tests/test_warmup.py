@@ -147,7 +147,7 @@ def test_every_kind_of_problem_can_be_warmed(change: dict[str, Any], warm: None)
     problem = dataclasses.replace(SMALL, **change)
     coverage = warmup([problem], [3], device=-1)
     assert coverage.verified == len(coverage.kernels) > 0
-    assert {p for p, _, _ in compiler._memory} == {problem}, "a kernel of another problem was compiled"
+    assert {r.problem for r, _ in compiler._memory} == {problem}, "a kernel of another problem was compiled"
 
 
 def test_tensors_of_another_problem_batch_or_with_shared_slots_are_refused(warm: None) -> None:

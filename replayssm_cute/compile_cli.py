@@ -1,0 +1,79 @@
+"""The command line of `python -m replayssm_cute.compiler`: fill a kernel cache for a target, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import compiler
+from .config import TileConfig, default_config
+from .problem import Problem
+from .target import named
+
+
+def _parse_problems(texts: Sequence[str], files: Sequence[str]) -> list[tuple[Problem, list[TileConfig]]]:
+    """Problems (and their configs, if named) of --problem texts and --plan files.
+
+    A plan file is JSON: a list of {"problem": {...}, "configs": [{...}, ...]}, configs optional, or a tuned table.
+    """
+    wanted: list[tuple[Problem, list[TileConfig]]] = []
+    for text in texts:
+        wanted.append((Problem.from_json(json.loads(text)), []))
+    for file in files:
+        data = json.loads(Path(file).read_text())
+        if isinstance(data, dict) and "entries" in data:
+            from .tables import Table
+
+            table = Table.from_json(data)
+            wanted += [(p, list(dict.fromkeys(c.config for c in cells))) for p, cells in table.entries.items()]
+            continue
+        if not isinstance(data, list):
+            raise ValueError(f"--plan {file}: got a {type(data).__name__}, expected a list or a table")
+        for one in data:
+            configs = [TileConfig.from_json(c) for c in one.get("configs", [])]
+            wanted.append((Problem.from_json(one["problem"]), configs))
+    return wanted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m replayssm_cute.compiler", description="Fill the kernel cache for a target, without a GPU."
+    )
+    parser.add_argument(
+        "--target", action="append", required=True, help="GPU or architecture: b300, sm_103a; repeatable"
+    )
+    parser.add_argument("--problem", action="append", default=[], metavar="JSON", help="a problem's fields; repeatable")
+    parser.add_argument("--plan", action="append", default=[], metavar="FILE", help="JSON list of problems, or a table")
+    parser.add_argument("--config", action="append", default=[], metavar="JSON", help="configs for every problem")
+    parser.add_argument("--batch", action="append", type=int, default=[], help="batches whose default config is wanted")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: CPUs)")
+    args = parser.parse_args(argv)
+    try:
+        wanted = _parse_problems(args.problem, args.plan)
+        forced = [TileConfig.from_json(json.loads(text)) for text in args.config]
+        targets = [named(name) for name in args.target]
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, NotImplementedError) as error:
+        parser.error(str(error))
+    if not wanted:
+        parser.error("nothing to compile: give --problem or --plan")
+    items: list[compiler.Item] = []
+    for target in targets:
+        for problem, configs in wanted:
+            chosen = configs + forced
+            if not chosen:
+                # Both sides of the default rule, unless the batches are named.
+                chosen = [default_config(problem, target, b) for b in args.batch or (1, 1 << 16)]
+            items += [(problem, config, target) for config in dict.fromkeys(chosen)]
+
+    def report(done: compiler.Done, count: int, total: int) -> None:
+        problem, config, target = done.item
+        outcome = f"FAILED: {done.error}" if done.error else f"{done.source}, {done.seconds:.1f} s"
+        print(f"[{count}/{total}] {target.arch} {problem.label()} {config.label()}: {outcome}", flush=True)
+
+    results = compiler.compile_many(items, args.workers, report)
+    failed = sum(r.error is not None for r in results)
+    print(f"{len(results) - failed} of {len(results)} kernels are in {compiler.cache_dir()}")
+    return 1 if failed else 0
