@@ -13,7 +13,9 @@ from .target import Target
 P_TILE = 16  # rows of head_dim that one warp owns: the M of mma.m16n8
 WARP = 32
 MIN_REGISTERS = 64  # below, step kernels spill
+MAX_THREADS = 512  # a CTA; the kernels need more than 64 registers a thread
 RINGS = ("live", "whole")
+INPUT_STAGES = 2  # heads whose x and z are in flight at most: they are asked for as soon as the cursors are known
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
 
@@ -22,8 +24,8 @@ class TileConfig:
     """The tunable shape of one step kernel.
 
     Attributes:
-        heads_per_cta: heads of one group that a CTA takes one after the other; they share B, C and B·C.
-        stages: head states in flight per CTA (shared-memory buffers), 1..heads_per_cta.
+        heads_per_cta: heads of one group that a CTA takes; they share B, C and B·C.
+        stages: states in flight per warp (shared-memory buffers), 1..turns.
         head_split: CTAs that share one head's rows of P; more CTAs for small batches.
         ring: "live" reads the live ring rows once the cursors are known; "whole" reads all R rows without
             waiting for them: more bytes, one trip to memory less in a row.
@@ -31,6 +33,11 @@ class TileConfig:
             it free.
         tail_rows: batch rows at the end of the grid that are cut into single heads: small CTAs, started last, fill
             the multiprocessors while the large ones finish.
+        parallel_heads: heads that a CTA takes at the same time, each with warps of its own; the others wait their turn.
+        tiles_per_warp: 16-row tiles of a head's P that one warp owns: more bytes in flight and fewer instructions a
+            byte, fewer warps.
+        prefetch_ctas: a CTA asks for the cursors and live ring rows of the CTA so many places later to come into L2, 0
+            for none: under load its start is then shorter by two trips to memory.
     """
 
     heads_per_cta: int = 1
@@ -39,14 +46,19 @@ class TileConfig:
     ring: str = "live"
     ctas_per_sm: int = 1
     tail_rows: int = 0
+    parallel_heads: int = 1
+    tiles_per_warp: int = 1
+    prefetch_ctas: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm"):
+        for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} is {value!r}, expected a positive int")
-        if not isinstance(self.tail_rows, int) or isinstance(self.tail_rows, bool) or self.tail_rows < 0:
-            raise ValueError(f"config: tail_rows is {self.tail_rows!r}, expected 0 or a positive int")
+        for name in ("tail_rows", "prefetch_ctas"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+                raise ValueError(f"config: {name} is {value!r}, expected 0 or a positive int below 2^31")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -67,18 +79,30 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3 t8'."""
-        text = f"h{self.heads_per_cta} s{self.stages} p{self.head_split} {self.ring} c{self.ctas_per_sm}"
-        return text + (f" t{self.tail_rows}" if self.tail_rows else "")
+        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 s2 p1 live c3 t8'."""
+        at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
+        rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
+        text = f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
+        text += f" t{self.tail_rows}" if self.tail_rows else ""
+        return text + (f" a{self.prefetch_ctas}" if self.prefetch_ctas else "")
 
     def warps(self, problem: Problem) -> int:
-        """Warps per CTA: one for each 16 rows of P that the CTA owns."""
-        return problem.head_dim // P_TILE // self.head_split
+        """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""
+        return problem.head_dim // P_TILE // self.head_split // self.tiles_per_warp * self.parallel_heads
+
+    @property
+    def turns(self) -> int:
+        """Heads that a warp takes one after the other."""
+        return self.heads_per_cta // self.parallel_heads
 
     def ctas(self, problem: Problem, batch: int) -> int:
         """CTAs of the grid for `batch` rows."""
         tail = min(batch, self.tail_rows)
-        return (batch - tail) * self.ctas_per_row(problem) + tail * problem.heads * self.head_split
+        return (batch - tail) * self.ctas_per_row(problem) + tail * self.ctas_per_tail_row(problem)
+
+    def ctas_per_tail_row(self, problem: Problem) -> int:
+        """CTAs of a batch row in the tail."""
+        return problem.heads // self.parallel_heads * self.head_split
 
     def ctas_per_row(self, problem: Problem) -> int:
         """CTAs of a batch row outside the tail."""
@@ -96,12 +120,17 @@ class TileConfig:
         """Why this config cannot run this problem on this target, or None if it can."""
         if problem.heads_per_group % self.heads_per_cta:
             return f"heads_per_cta {self.heads_per_cta} does not divide {problem.heads_per_group} heads per group"
-        if not 1 <= self.stages <= self.heads_per_cta:
-            return f"stages {self.stages} is outside 1..heads_per_cta ({self.heads_per_cta})"
-        if self.tail_rows and self.heads_per_cta == 1:
-            return "tail_rows needs more than one head a CTA: it cuts rows into single heads"
-        if (problem.head_dim // P_TILE) % self.head_split:
-            return f"head_split {self.head_split} does not divide {problem.head_dim // P_TILE} tiles of {P_TILE} rows"
+        if self.heads_per_cta % self.parallel_heads:
+            return f"parallel_heads {self.parallel_heads} does not divide heads_per_cta ({self.heads_per_cta})"
+        if not 1 <= self.stages <= self.turns:
+            return f"stages {self.stages} is outside 1..heads_per_cta / parallel_heads ({self.turns})"
+        if self.tail_rows and self.turns == 1:
+            return "tail_rows needs CTAs that take heads in turn: it cuts rows into the smallest CTAs"
+        if (problem.head_dim // P_TILE) % (self.head_split * self.tiles_per_warp):
+            return (
+                f"head_split {self.head_split} x tiles_per_warp {self.tiles_per_warp} does not divide "
+                f"{problem.head_dim // P_TILE} tiles of {P_TILE} rows"
+            )
         shared = self.shared_bytes(problem)
         if shared > target.shared_per_block:
             return f"needs {shared} bytes of shared memory, {target.name} allows {target.shared_per_block} a block"
@@ -116,6 +145,8 @@ class TileConfig:
                 f"ctas_per_sm {self.ctas_per_sm} needs {threads} threads, {target.name} holds {target.threads_per_sm}"
             )
         registers = target.registers_per_sm // threads
+        if self.warps(problem) * WARP > MAX_THREADS:
+            return f"needs {self.warps(problem) * WARP} threads a CTA, more than {MAX_THREADS}"
         if registers < MIN_REGISTERS:
             return f"ctas_per_sm {self.ctas_per_sm} leaves {registers} registers a thread, fewer than {MIN_REGISTERS}"
         return None
@@ -131,8 +162,8 @@ class SharedLayout:
 
     Attributes:
         stage_bytes, warp_bytes: one stage of the state, and one warp's tile in it.
-        inputs: offset of the heads' inputs, one stage after the other; `input_bytes` for each warp and stage.
-        input_rows: rows of 16 values of P in a warp's inputs: x of the ring, x of the new tokens, then z.
+        inputs: offset of the heads' inputs, `input_stages` one after the other, `input_bytes` for each warp and stage.
+        input_tile_bytes: of these, what belongs to one tile of 16 rows of P: x of the ring, x of the new tokens, z.
         c: offset of the new tokens' C, rows of `c_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
         tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
@@ -146,8 +177,9 @@ class SharedLayout:
     stage_bytes: int
     warp_bytes: int
     inputs: int
+    input_stages: int
     input_bytes: int
-    input_rows: int
+    input_tile_bytes: int
     c: int
     c_stride: int
     products: int
@@ -173,18 +205,21 @@ def _up(n: int, k: int) -> int:
 def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     """Where a step kernel keeps what."""
     warps = config.warps(problem)
-    warp_bytes = P_TILE * problem.d_state * problem.state_bytes
+    warp_bytes = config.tiles_per_warp * P_TILE * problem.d_state * problem.state_bytes
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
     positions = config.ring_positions(problem) + tokens_pad
     # Four rows of 32 bytes fill the banks once; the two halves of a row change places every four rows.
     input_rows = _up(config.ring_positions(problem) + (2 if problem.has_z else 1) * problem.tokens, 4)
-    input_bytes = input_rows * 2 * P_TILE
-    c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
+    input_tile_bytes = input_rows * 2 * P_TILE
+    input_bytes = config.tiles_per_warp * input_tile_bytes
+    c_bytes = 4 if problem.state_bytes == 4 else 2
+    c_stride = c_bytes * problem.d_state + 16  # eight rows at one column are in eight different bank quads
+    input_stages = min(config.stages, INPUT_STAGES)
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)
     units = problem.d_state // 32
-    # Slices of four units keep a warp's operands within 32 registers; further ones would only add sums to read.
+    # Slices of four units keep a warp's operands within 32 registers. Warps left over make the decay vectors meanwhile.
     slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // 4)) + 1) if units % s == 0)
     product_stride = tokens_pad if tokens_pad == 8 else 20
     product_floats = positions * product_stride
@@ -194,7 +229,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     vector_floats = _up(positions - tokens_pad + 4 * tokens_pad + 2, 4)
 
     sizes = {
-        "inputs": config.stages * warps * input_bytes,
+        "inputs": input_stages * warps * input_bytes,
         "c": problem.tokens * c_stride,
         "products": slices * product_floats * 4,
         "weights": config.heads_per_cta * weight_floats * 4,
@@ -208,8 +243,9 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     return SharedLayout(
         stage_bytes=stage_bytes,
         warp_bytes=warp_bytes,
+        input_stages=input_stages,
         input_bytes=input_bytes,
-        input_rows=input_rows,
+        input_tile_bytes=input_tile_bytes,
         c_stride=c_stride,
         product_stride=product_stride,
         product_floats=product_floats,

@@ -66,7 +66,8 @@ class Products:
         """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows."""
         slice_index = warp // self.spec.shared.tile_warps
         if slice_index < self.spec.shared.slices:
-            sums = [[Float32(0.0)] * 4 for _ in range(self.spec.token_tiles)]
+            # two chains of accumulation, as in the read-out
+            chains = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(self.spec.token_tiles)]
             for k in cutlass.range_constexpr(self.columns):
                 halves = [[held[half * 4 * self.columns + 4 * k + e] for e in range(4)] for half in range(2)]
                 for n in cutlass.range_constexpr(self.spec.token_tiles):
@@ -74,7 +75,8 @@ class Products:
                     for q in cutlass.range_constexpr(2):
                         a_frag = tuple(halves[half][2 * q + e] for e in range(2) for half in range(2))
                         b_frag = (c_words[2 * q], c_words[2 * q + 1])
-                        sums[n] = mma_16bit(self.spec.io_kind, sums[n], a_frag, b_frag)
+                        chains[n][q] = mma_16bit(self.spec.io_kind, chains[n][q], a_frag, b_frag)
+            sums = [[first + second for first, second in zip(*pair, strict=True)] for pair in chains]
             for half in cutlass.range_constexpr(2):
                 unit = 2 * tile + half
                 if unit < self.spec.steps:

@@ -27,6 +27,9 @@ class StepSpec:
         self.shared = shared_layout(problem, config)
         self.whole = config.ring == "whole"
         self.warps = config.warps(problem)
+        self.head_warps = self.warps // config.parallel_heads  # warps of a head
+        self.tiles = config.tiles_per_warp
+        self.rows = P_TILE * self.tiles  # of P that a warp owns
         self.threads = self.warps * WARP
         self.state_kind = p.state_dtype
         self.io_kind = p.io_dtype

@@ -24,6 +24,7 @@ from ..config import TileConfig
 from ..problem import Problem
 from ..ring import flushes
 from .decay import Decay
+from .prefetch import Prefetch
 from .primitives import CUTLASS_TYPE
 from .products import Products
 from .readout_c import ReadoutC
@@ -32,6 +33,11 @@ from .spec import P_TILE, StepSpec
 from .state_tile import StateTile
 from .tokens import Tokens
 from .weights import Weights
+
+
+import os
+
+EARLY = os.environ.get('EARLY', '1') == '1'
 
 
 class StepKernel:
@@ -43,16 +49,17 @@ class StepKernel:
         self.products = Products(self.spec, self.readout_c)
         self.decay = Decay(self.spec)
         self.weights = Weights(self.spec, self.products)
-        self.state_tile = StateTile(self.spec)
+        self.state_tile = StateTile(self.spec, self.readout_c)
         self.tokens = Tokens(self.spec, self.weights)
+        self.prefetch = Prefetch(self.spec)
 
     def staged_layout(self) -> cute.ComposedLayout:
         """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle."""
         spec = self.spec
-        tile = P_TILE * spec.problem.d_state
+        tile = spec.rows * spec.problem.d_state
         outer = cute.make_layout(
-            (spec.block, P_TILE, spec.blocks, spec.warps, spec.config.stages),
-            stride=(1, spec.block, P_TILE * spec.block, tile, tile * spec.warps),
+            (spec.block, spec.rows, spec.blocks, spec.warps, spec.config.stages),
+            stride=(1, spec.block, spec.rows * spec.block, tile, tile * spec.warps),
         )
         return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
 
@@ -91,7 +98,7 @@ class StepKernel:
             cpasync.CopyBulkTensorTileG2SOp(),
             tiled_state,
             cute.select(self.staged_layout(), mode=[0, 1, 2]),
-            (spec.block, P_TILE, spec.blocks),
+            (spec.block, spec.rows, spec.blocks),
         )
         self.kernel(
             atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
@@ -109,7 +116,7 @@ class StepKernel:
         """CTAs for a run-time batch; `TileConfig.ctas` for a known one."""
         config, p = self.spec.config, self.spec.problem
         tail = cutlass.min(batch, config.tail_rows)
-        return (batch - tail) * config.ctas_per_row(p) + tail * (p.heads * config.head_split)
+        return (batch - tail) * config.ctas_per_row(p) + tail * config.ctas_per_tail_row(p)
 
     def place(self, bid, batch):
         """What a CTA works on: batch row, part of P, first head and number of heads."""
@@ -125,10 +132,10 @@ class StepKernel:
         full_rows = batch - cutlass.min(batch, config.tail_rows)
         first_single = full_rows * config.ctas_per_row(p)
         is_single = bid >= first_single
-        row, split, head = where(bid - first_single, p.heads * config.head_split, 1)
+        row, split, head = where(bid - first_single, config.ctas_per_tail_row(p), config.parallel_heads)
         single = (full_rows + row, split, head)
         chosen = [Int32(cutlass.select_(is_single, s, m)) for s, m in zip(single, main, strict=True)]
-        return *chosen, Int32(cutlass.select_(is_single, 1, config.heads_per_cta))
+        return *chosen, Int32(cutlass.select_(is_single, config.parallel_heads, config.heads_per_cta))
 
     @cute.kernel
     def kernel(
@@ -155,17 +162,29 @@ class StepKernel:
     ):
         spec = self.spec
         p, config, shared = spec.problem, spec.config, spec.shared
-        row, split, head0, count = self.place(cute.arch.block_idx()[0], x.shape[0])
+        block = cute.arch.block_idx()[0]
+        row, split, head0, count = self.place(block, x.shape[0])
         group = head0 // p.heads_per_group
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
-        tile = split * spec.warps + warp  # which 16 rows of P
-        p0 = tile * P_TILE
+        side = warp // spec.head_warps  # which of the heads that are taken at the same time
+        tile = split * spec.head_warps + warp % spec.head_warps  # which `spec.rows` rows of P
+        p0 = tile * spec.rows
+        turns = count // config.parallel_heads
 
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
+        prefetches = cutlass.const_expr(config.prefetch_ctas > 0)
+        if cutlass.const_expr(prefetches):
+            next_block = cutlass.min(block + config.prefetch_ctas, self.grid_size(x.shape[0]) - 1)
+            next_row, _, next_head0, next_count = self.place(next_block, x.shape[0])
+            next_slot = Int64(next_row)
+            if cutlass.const_expr(slots is not None):
+                next_slot = Int64(slots[next_row])
+            next_live = (next_slot != pad_slot_id) & (next_slot >= 0)
+            next_start, next_pnat = Int32(0), Int32(0)
 
         smem = SmemAllocator()
         raw = smem.allocate(shared.total, byte_alignment=1024)
@@ -179,7 +198,7 @@ class StepKernel:
         shared_state = cute.make_tensor(
             cute.recast_ptr(raw, staged.inner, dtype=CUTLASS_TYPE[spec.state_kind]), staged.outer
         )
-        state_tiles = cute.local_tile(tma_state, (spec.block, P_TILE, spec.blocks), (None, None, None, None, None))
+        state_tiles = cute.local_tile(tma_state, (spec.block, spec.rows, spec.blocks), (None, None, None, None, None))
         to_shared, from_global = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared_state, 0, 3), cute.group_modes(state_tiles, 0, 3)
         )
@@ -200,59 +219,69 @@ class StepKernel:
         live = cute.arch.make_warp_uniform(Int32((slot != pad_slot_id) & (slot >= 0))) != 0
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
-        my_inputs = shared.inputs + warp * shared.input_bytes
+        my_inputs = cute.assume(shared.inputs + warp * shared.input_bytes, divby=128)
+        first = head0 + side  # this warp's first head; its others follow `parallel_heads` apart
         if cutlass.const_expr(p.pdl):
             if live:
-                self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
+                self.first_loads(atom, from_global, to_shared, barriers, turns, first, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         c_words = self.readout_c.load(c, row, group)
         scan_new = self.decay.load_new(dt, a, dt_bias, d, row, scan_head, lane)
-        for stage in cutlass.range_constexpr(config.stages):
-            if stage < count:
+        for stage in cutlass.range_constexpr(shared.input_stages):
+            if stage < turns:
                 at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                self.tokens.copy_new(at, x, z, row, head0 + stage, p0, lane)
+                self.tokens.copy_new(at, x, z, row, first + stage * config.parallel_heads, p0, lane)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
             if cutlass.const_expr(not p.pdl):
-                self.first_loads(atom, from_global, to_shared, barriers, count, head0, tile, warp, slot32)
+                self.first_loads(atom, from_global, to_shared, barriers, turns, first, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
+            if cutlass.const_expr(prefetches):
+                if next_live:
+                    next_start, next_pnat = Int32(ring_start[next_slot]), Int32(pnat_of[next_slot])
             self.readout_c.stage(raw, c_words)
             bc_tile = warp % shared.tile_warps
             bc_rows = self.products.new_rows()
             ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
             self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, bc_tile, warp, g, t)
-            for stage in cutlass.range_constexpr(config.stages):
-                if stage < count:
+            for stage in cutlass.range_constexpr(shared.input_stages):
+                if stage < turns:
                     at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                    self.tokens.copy_ring(at, x_cache, slot, head0 + stage, p0, start, pnat, lane)
+                    head = first + stage * config.parallel_heads
+                    self.tokens.copy_ring(at, x_cache, slot, head, p0, start, pnat, lane)
                 cute.arch.cp_async_commit_group()
             cute.arch.sync_threads()
-            flush = Boolean(flushes(pnat, p.tokens, p.window))
+            # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
+            flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), p.tokens, p.window))
 
             # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
-            c_held = [self.readout_c.fragments(address, lane, n) for n in range(spec.token_tiles)]
-            read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles), Float32)
-            self.next_read_out(read_out, address, barriers, c_held, Int32(0), Int32(0), warp, lane)
-            refill = cutlass.const_expr(config.stages < config.heads_per_cta)
+            c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
+            read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
+            self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
+            refill = cutlass.const_expr(config.stages < config.turns)
             if cutlass.const_expr(refill) and not flush:
                 cute.arch.sync_warp()
-                self.refill(atom, from_global, to_shared, barriers, 0, count, 0, head0, tile, warp, lane, slot32)
+                self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
             appends = (head0 % p.heads_per_group == 0) & (split == 0)
             self.products.partial_sums(
                 bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, bc_tile, warp, g, t
             )
-            for later in cutlass.range_constexpr(1, -(-shared.tiles // shared.tile_warps)):
-                later_tile = bc_tile + later * shared.tile_warps
+            for more in cutlass.range_constexpr(1, -(-shared.tiles // shared.tile_warps)):
+                later_tile = bc_tile + more * shared.tile_warps
                 self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, later_tile, warp, g, t)
                 self.products.partial_sums(
                     bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, later_tile, warp, g, t
+                )
+            if cutlass.const_expr(prefetches):
+                self.prefetch.rows(
+                    x_cache, b_cache, dt_cache, next_slot, next_head0, next_count, next_start, next_pnat, warp, lane
                 )
             if scan < count:
                 self.decay.make_vectors(
@@ -266,56 +295,86 @@ class StepKernel:
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
                     )
             cute.arch.sync_threads()
+            # A CTA's only turn flushes before it makes the outputs: the write takes longest.
+            only_turn = cutlass.const_expr(config.turns == 1 and EARLY)
+            if cutlass.const_expr(only_turn):
+                self.await_inputs(raw, my_inputs, start, pnat, lane)
+                if flush:
+                    self.flush(
+                        state, b_cache, raw, address, my_inputs, vectors, 0, side, slot, group, first, p0, start, pnat,
+                        warp, lane,
+                    )  # fmt: skip
             for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                 self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
             cute.arch.sync_threads()
 
             # ---- head by head ----
-            stage, phase = Int32(0), Int32(0)
-            for i in cutlass.range(count, unroll=1):
-                head = head0 + i
-                at = cute.assume(my_inputs + stage * (spec.warps * shared.input_bytes), divby=128)
-                cute.arch.cp_async_wait_group(config.stages - 1)
-                if cutlass.const_expr(spec.whole):
-                    self.tokens.clear_dead(raw + at, start, pnat, lane)
-                cute.arch.sync_warp()
-                x_words = self.tokens.x_words(address + at, lane)
+            stage, phase, input_stage = Int32(0), Int32(0), Int32(0)
+            for i in cutlass.range(turns, unroll=1):
+                index = i * config.parallel_heads + side  # of the head in its CTA
+                head = head0 + index
+                at = cute.assume(my_inputs + input_stage * (spec.warps * shared.input_bytes), divby=128)
+                if cutlass.const_expr(not only_turn):
+                    self.await_inputs(raw, at, start, pnat, lane)
                 gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
-                tiles = self.tokens.contributions(raw, x_words, i, g, t)
+                sums = self.tokens.contributions(raw, address + at, index, lane, g, t)
                 self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
-                results = [[read_out[4 * n + e] for e in range(4)] for n in range(spec.token_tiles)]
-                self.tokens.store_outputs(out, raw, results, tiles, gates, i, row, head, p0, g, t)
-                if flush:
-                    mine = cute.assume(stage * shared.stage_bytes + warp * shared.warp_bytes, divby=1024)
-                    words = cute.recast_ptr(raw + mine, dtype=Int32)
-                    self.state_tile.flush(
-                        state, b_cache, vectors, words, x_words, i, slot, group, head, p0, start, pnat, g, t
-                    )
-                if cutlass.const_expr(config.heads_per_cta > 1):
+                self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
+                if cutlass.const_expr(not only_turn):
+                    if flush:
+                        self.flush(
+                            state, b_cache, raw, address, at, vectors, stage, index, slot, group, head, p0, start, pnat,
+                            warp, lane,
+                        )  # fmt: skip
+                if cutlass.const_expr(config.turns > 1):
+                    cute.arch.sync_warp()
                     if cutlass.const_expr(refill):
-                        cute.arch.sync_warp()
                         if flush:
                             self.refill(
-                                atom, from_global, to_shared, barriers, i, count, stage, head0, tile, warp, lane, slot32
+                                atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
                             )
-                        if i + config.stages < count:
-                            self.tokens.copy_new(address + at, x, z, row, head + config.stages, p0, lane)
-                            self.tokens.copy_ring(
-                                address + at, x_cache, slot, head + config.stages, p0, start, pnat, lane
-                            )
+                    if i + shared.input_stages < turns:
+                        later_head = head + shared.input_stages * config.parallel_heads
+                        self.tokens.copy_new(address + at, x, z, row, later_head, p0, lane)
+                        self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
                     cute.arch.cp_async_commit_group()
+                    input_stage = Int32(
+                        cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1)
+                    )
                     stage, phase = self.following(stage, phase)
-                    if i + 1 < count:
-                        self.next_read_out(read_out, address, barriers, c_held, stage, phase, warp, lane)
+                    if i + 1 < turns:
+                        self.next_read_out(read_out, address, barriers, c_rows, stage, phase, warp, lane)
                         if cutlass.const_expr(refill) and not flush:
                             cute.arch.sync_warp()
                             self.refill(
-                                atom, from_global, to_shared, barriers, i + 1, count, stage, head0, tile, warp, lane,
+                                atom, from_global, to_shared, barriers, i + 1, turns, stage, first, tile, warp, lane,
                                 slot32,
                             )  # fmt: skip
         else:
             cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
-            self.tokens.store_zeros(out, row, head0, count, p0, lane)
+            self.tokens.store_zeros(out, row, first, turns, p0, lane)
+
+    @cute.jit
+    def await_inputs(self, raw, at, start, pnat, lane):
+        """Wait for the next head's x and z."""
+        cute.arch.cp_async_wait_group(self.spec.shared.input_stages - 1)
+        if cutlass.const_expr(self.spec.whole):
+            self.tokens.clear_dead(raw + at, start, pnat, lane)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def flush(
+        self, state, b_cache, raw, address, at, vectors, stage, index, slot, group, head, p0, start, pnat, warp, lane
+    ):
+        """Flush the head whose state is in a stage and whose inputs are at `at`."""
+        for tile in cutlass.range(self.spec.tiles, unroll=1):
+            offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * 128)
+            words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
+            x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
+            self.state_tile.flush(
+                state, b_cache, vectors, words, x_words, index, slot, group, head, p0 + P_TILE * tile, start, pnat,
+                lane // 4, lane % 4,
+            )  # fmt: skip
 
     def following(self, stage, phase):
         """The stage after this one, and the phase of its barrier."""
@@ -324,42 +383,38 @@ class StepKernel:
         return Int32(cutlass.select_(wraps, 0, stage + 1)), Int32(cutlass.select_(wraps, phase ^ 1, phase))
 
     @cute.jit
-    def next_read_out(self, read_out, address, barriers, c_held, stage, phase, warp, lane):
+    def next_read_out(self, read_out, address, barriers, c_rows, stage, phase, warp, lane):
         """Wait for a stage's state and leave S·C in `read_out`."""
-        shared, n_tiles = self.spec.shared, self.spec.token_tiles
-        words = c_held
-        if cutlass.const_expr(not self.readout_c.held):
-            words = [self.readout_c.fragments(address, lane, n) for n in range(n_tiles)]
-        operands = [self.readout_c.operands(words[n]) for n in range(n_tiles)]
+        shared = self.spec.shared
         cute.arch.mbarrier_wait(barriers + stage, phase)
         tile = address + (stage * shared.stage_bytes + warp * shared.warp_bytes)
-        sums = self.state_tile.read_out(tile, operands, lane)
-        for n in cutlass.range_constexpr(n_tiles):
+        sums = self.state_tile.read_out(tile, c_rows, lane)
+        for k in cutlass.range_constexpr(self.spec.tiles * self.spec.token_tiles):
             for e in cutlass.range_constexpr(4):
-                read_out[4 * n + e] = sums[n][e]
+                read_out[4 * k + e] = sums[k // self.spec.token_tiles][k % self.spec.token_tiles][e]
 
     @cute.jit
-    def first_loads(self, atom, from_global, to_shared, barriers, count, head0, tile, warp, slot):
-        """Ask for the states of the first heads, one a stage; the barriers expect them already."""
+    def first_loads(self, atom, from_global, to_shared, barriers, turns, first, tile, warp, slot):
+        """Ask for the states of a warp's first heads, one a stage; the barriers expect them already."""
         for stage in cutlass.range_constexpr(self.spec.config.stages):
-            if stage < count:
+            if stage < turns:
                 cute.copy(
                     atom,
-                    from_global[None, 0, tile, 0, head0 + stage, slot],
+                    from_global[None, 0, tile, 0, first + stage * self.spec.config.parallel_heads, slot],
                     to_shared[None, warp, stage],
                     tma_bar_ptr=barriers + stage,
                 )
 
     @cute.jit
-    def refill(self, atom, from_global, to_shared, barriers, i, count, stage, head0, tile, warp, lane, slot):
-        """Ask for the state of the head that takes head i's stage next; every lane must have read the old one."""
+    def refill(self, atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot):
+        """Ask for the state that takes the stage of turn i next; every lane must have read the old one."""
         config = self.spec.config
-        if i + config.stages < count:
+        if i + config.stages < turns:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, self.spec.shared.warp_bytes)
             cute.copy(
                 atom,
-                from_global[None, 0, tile, 0, head0 + i + config.stages, slot],
+                from_global[None, 0, tile, 0, first + (i + config.stages) * config.parallel_heads, slot],
                 to_shared[None, warp, stage],
                 tma_bar_ptr=barriers + stage,
             )

@@ -1,6 +1,6 @@
 """Inputs and outputs of the tokens: x of every position and the gates in shared memory, appended rows, the epilogue.
 
-A warp's inputs of one head are rows of its 16 values of P, 32 bytes each: x of the ring positions, x of the new
+A warp's inputs of one head are, for each tile of 16 values of P that it owns, rows of 32 bytes: x of the ring positions, x of the new
 tokens, z of the new tokens. The two halves of a row change places every four rows, so that ldmatrix finds eight
 rows of one half in different banks.
 """
@@ -27,7 +27,7 @@ from .primitives import (
     permute,
     store_words,
 )
-from .spec import StepSpec
+from .spec import P_TILE, StepSpec
 from .state_tile import x_fragment
 from .weights import Weights
 
@@ -54,8 +54,11 @@ class Tokens:
         self.z_rows = spec.ring_positions + spec.problem.tokens
 
     def _copy(self, address, tensor, outer, inner, p0, row, half, bytes_):
-        source = self.spec.pointer(tensor, outer, inner, p0 + 8 * half, 8)
-        copy_async(address + place(row, half), Int64(source.toint()), bytes_)
+        """Ask for half a row of each tile."""
+        for tile in range(self.spec.tiles):
+            source = self.spec.pointer(tensor, outer, inner, p0 + P_TILE * tile + 8 * half, 8)
+            at = address + (place(row, half) + tile * self.spec.shared.input_tile_bytes)
+            copy_async(at, Int64(source.toint()), bytes_)
 
     @cute.jit
     def copy_new(self, address, x, z, row, head, p0, lane):
@@ -77,7 +80,8 @@ class Tokens:
                 wanted = position < pnat
             if position < self.spec.ring_positions:
                 ring = self.spec.read_row(start, pnat, position)
-                self._copy(address, x_cache, slot, (head, ring), p0, position, half, Int32(cutlass.select_(wanted, 16, 0)))
+                bytes_ = Int32(cutlass.select_(wanted, 16, 0))
+                self._copy(address, x_cache, slot, (head, ring), p0, position, half, bytes_)
 
     @cute.jit
     def clear_dead(self, inputs, start, pnat, lane):
@@ -86,10 +90,12 @@ class Tokens:
             position, half = ROWS_A_COPY * k + lane // 2, lane % 2
             dead = (position < self.spec.ring_positions) & (self.spec.is_live(start, pnat, position) == False)  # noqa: E712
             if dead:
-                store_words(inputs + cute.assume(place(position, half), divby=16), [Int32(0)] * 4)
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    at = place(position, half) + tile * self.spec.shared.input_tile_bytes
+                    store_words(inputs + cute.assume(at, divby=16), [Int32(0)] * 4)
 
     def x_words(self, address, lane):
-        """x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
+        """A tile's x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
         spec = self.spec
         half, second, within = (lane // 8) % 2, lane // 16, lane % 8
         words = []
@@ -109,63 +115,81 @@ class Tokens:
         return self.x_rows + self.spec.token(8 * (step - self.spec.ring_steps) + within)
 
     def gates(self, address, lane):
-        """z of each token tile: words of rows g and g + 8 of P, tokens 2t and 2t + 1."""
+        """z of each tile and token tile: words of rows g and g + 8 of P, tokens 2t and 2t + 1."""
+        half = (lane // 8) % 2
         return [
-            load_matrices(
-                address + place(self.z_rows + self.spec.token(8 * n + lane % 8), (lane // 8) % 2), 2, True
-            )
-            for n in range(self.spec.token_tiles)
+            [
+                load_matrices(
+                    address
+                    + (place(self.z_rows + self.spec.token(8 * n + lane % 8), half) + tile * self.spec.shared.input_tile_bytes),
+                    2,
+                    True,
+                )
+                for n in range(self.spec.token_tiles)
+            ]
+            for tile in range(self.spec.tiles)
         ]
 
-    def contributions(self, raw, x_words, head_index, g, t):
-        """What the ring and the new tokens add to the outputs; per n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
-        tiles = []
-        for n in range(self.spec.token_tiles):
-            tile = [Float32(0.0)] * 4
-            for step in range(self.spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
-                a_frag = [bits(v) for v in x_fragment(x_words[step], self.spec)]
-                tile = mma_tf32(tile, a_frag, self.weights.fragment(raw, head_index, step, n, g, t))
-            tiles.append(tile)
-        return tiles
+    def contributions(self, raw, address, head_index, lane, g, t):
+        """What the ring and the new tokens add to the outputs: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
+        spec = self.spec
+        x_words = [self.x_words(address + tile * spec.shared.input_tile_bytes, lane) for tile in range(spec.tiles)]
+        sums = [[[Float32(0.0)] * 4 for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
+        for n in range(spec.token_tiles):
+            for step in range(spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
+                weights = self.weights.fragment(raw, head_index, step, n, g, t)
+                for tile in range(spec.tiles):
+                    a_frag = [bits(v) for v in x_fragment(x_words[tile][step], spec)]
+                    sums[tile][n] = mma_tf32(sums[tile][n], a_frag, weights)
+        return sums
 
     @cute.jit
-    def store_outputs(self, out, raw, read_out, tiles, gates, head_index, row, head, p0, g, t):
+    def store_outputs(self, out, raw, read_out, sums, gates, head_index, row, head, p0, g, t):
         """Decayed read-out plus contributions: gate, round and store, two rows of P a word.
 
         Lanes g and g ^ 1 trade tokens, so that one holds neighbouring rows of token 2t, the other of token 2t + 1.
         """
-        at = Vectors(self.spec, head_index)
+        vectors = Vectors(self.spec, head_index)
         odd = g % 2
         low_rows = Int32(cutlass.select_(odd == 1, 0x1054, LOW_HALVES))
         high_rows = Int32(cutlass.select_(odd == 1, 0x3276, HIGH_HALVES))
         for n in cutlass.range_constexpr(self.spec.token_tiles):
-            factors = load_words(raw + cute.assume(self.spec.shared.vectors + 4 * (at.factors + 8 * n + 2 * t), divby=8), 2)
-            values = []
-            for e in cutlass.range_constexpr(2):
-                factor = as_float(factors[e])
-                pair = [read_out[n][2 * side + e] * factor + tiles[n][2 * side + e] for side in range(2)]
-                if cutlass.const_expr(len(gates) > 0):
-                    half = (low_half, high_half)[e]
-                    pair = [v * _silu(half(self.spec.io_kind, gates[n][side])) for side, v in enumerate(pair)]
-                values.append(pack(self.spec.io_kind, pair[0], pair[1]))
-            kept = Int32(cutlass.select_(odd == 1, values[1], values[0]))
-            sent = Int32(cutlass.select_(odd == 1, values[0], values[1]))
-            got = cute.arch.shuffle_sync_bfly(sent, 4)
+            at = self.spec.shared.vectors + 4 * (vectors.factors + 8 * n + 2 * t)
+            factors = [as_float(w) for w in load_words(raw + cute.assume(at, divby=8), 2)]
+            words = []
+            for tile in cutlass.range_constexpr(self.spec.tiles):
+                halves = []
+                for e in cutlass.range_constexpr(2):
+                    start = 4 * (tile * self.spec.token_tiles + n) + e
+                    pair = [read_out[start + 2 * side] * factors[e] + sums[tile][n][2 * side + e] for side in range(2)]
+                    if cutlass.const_expr(len(gates) > 0):
+                        half = (low_half, high_half)[e]
+                        pair = [
+                            v * _silu(half(self.spec.io_kind, gates[tile][n][side])) for side, v in enumerate(pair)
+                        ]
+                    halves.append(pack(self.spec.io_kind, pair[0], pair[1]))
+                kept = Int32(cutlass.select_(odd == 1, halves[1], halves[0]))
+                sent = Int32(cutlass.select_(odd == 1, halves[0], halves[1]))
+                got = cute.arch.shuffle_sync_bfly(sent, 4)
+                words.append([permute(kept, got, low_rows), permute(kept, got, high_rows)])
             token = 8 * n + 2 * t + odd
             if token < self.spec.problem.tokens:
-                low = self.spec.pointer(out, row, (token, head), p0 + g - odd, 2)
-                store_words(low, [permute(kept, got, low_rows)])
-                high = self.spec.pointer(out, row, (token, head), p0 + 8 + g - odd, 2)
-                store_words(high, [permute(kept, got, high_rows)])
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    for side in cutlass.range_constexpr(2):
+                        p = p0 + P_TILE * tile + 8 * side + g - odd
+                        store_words(self.spec.pointer(out, row, (token, head), p, 2), [words[tile][side]])
 
     @cute.jit
-    def store_zeros(self, out, row, head0, count, p0, lane):
+    def store_zeros(self, out, row, first, turns, p0, lane):
         """The outputs of a padding row."""
-        for i in cutlass.range(count, unroll=1):
+        for i in cutlass.range(turns, unroll=1):
+            head = first + i * self.spec.config.parallel_heads
             for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
                 token, half = ROWS_A_COPY * k + lane // 2, lane % 2
                 if token < self.spec.problem.tokens:
-                    store_words(self.spec.pointer(out, row, (token, head0 + i), p0 + 8 * half, 8), [Int32(0)] * 4)
+                    for tile in cutlass.range_constexpr(self.spec.tiles):
+                        p = p0 + P_TILE * tile + 8 * half
+                        store_words(self.spec.pointer(out, row, (token, head), p, 8), [Int32(0)] * 4)
 
     @cute.jit
     def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, lane):
@@ -173,6 +197,9 @@ class Tokens:
         for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
             token, half = ROWS_A_COPY * k + lane // 2, lane % 2
             if token < self.spec.problem.tokens:
-                words = load_words(inputs + cute.assume(place(self.x_rows + token, half), divby=16), 4)
                 ring = self.spec.ring_row(start, pnat + token)
-                store_words(self.spec.pointer(x_cache, slot, (head, ring), p0 + 8 * half, 8), words)
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    at = place(self.x_rows + token, half) + tile * self.spec.shared.input_tile_bytes
+                    words = load_words(inputs + cute.assume(at, divby=16), 4)
+                    p = p0 + P_TILE * tile + 8 * half
+                    store_words(self.spec.pointer(x_cache, slot, (head, ring), p, 8), words)
