@@ -36,8 +36,6 @@ class TileConfig:
         parallel_heads: heads that a CTA takes at the same time, each with warps of its own; the others wait their turn.
         tiles_per_warp: 16-row tiles of a head's P that one warp owns: more bytes in flight and fewer instructions a
             byte, fewer warps.
-        prefetch_ctas: a CTA asks for the cursors and live ring rows of the CTA so many places later to come into L2, 0
-            for none: under load its start is then shorter by two trips to memory.
     """
 
     heads_per_cta: int = 1
@@ -48,17 +46,15 @@ class TileConfig:
     tail_rows: int = 0
     parallel_heads: int = 1
     tiles_per_warp: int = 1
-    prefetch_ctas: int = 0
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} is {value!r}, expected a positive int")
-        for name in ("tail_rows", "prefetch_ctas"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-                raise ValueError(f"config: {name} is {value!r}, expected 0 or a positive int below 2^31")
+        rows = self.tail_rows
+        if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows < 2**31:
+            raise ValueError(f"config: tail_rows is {rows!r}, expected 0 or a positive int below 2^31")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -83,8 +79,7 @@ class TileConfig:
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
         text = f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
-        text += f" t{self.tail_rows}" if self.tail_rows else ""
-        return text + (f" a{self.prefetch_ctas}" if self.prefetch_ctas else "")
+        return text + (f" t{self.tail_rows}" if self.tail_rows else "")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""
@@ -232,7 +227,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
         "inputs": input_stages * warps * input_bytes,
         "c": problem.tokens * c_stride,
         "products": slices * product_floats * 4,
-        "weights": config.heads_per_cta * weight_floats * 4,
+        "weights": config.heads_per_cta * weight_floats * 4 if config.turns > 1 else 0,  # else made in registers
         "vectors": config.heads_per_cta * vector_floats * 4,
         "barriers": warps * config.stages * 8,
     }

@@ -147,12 +147,6 @@ def copy_async(to: Int32, source: Int64, wanted: Int32, *, loc: Any = None, ip: 
 
 
 @dsl_user_op
-def prefetch_line(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Ask for one line of global memory to come into L2."""
-    _asm_memory(None, [Int64(source).ir_value(loc=loc, ip=ip)], "prefetch.global.L2 [$0];", "l", loc, ip)
-
-
-@dsl_user_op
 def permute(low: Int32, high: Int32, selector: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Four of the eight bytes of (low, high), chosen by the selector's four hexadecimal digits (prmt)."""
     operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (low, high, selector)]

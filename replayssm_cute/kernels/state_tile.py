@@ -104,12 +104,27 @@ class StateTile:
             for e, word in enumerate(words):
                 held[k * (PART // 2) + e] = word
 
+    def _positions(self, t):
+        return [8 * step + 2 * t + half for step in range(self.spec.ring_steps) for half in range(2)]
+
+    def new_b(self):
+        """Registers for this lane's columns of B in a part of a block."""
+        return cute.make_rmem_tensor(cute.make_layout(2 * self.spec.ring_steps * (PART // 2)), Int32)
+
+    def first_b(self, coming, b_cache, slot, group, start, pnat, g, t):
+        """Ask for B of the first part, ahead of `flush`."""
+        rows = [self.spec.read_row(start, pnat, position) for position in self._positions(t)]
+        self._hold_b(coming, b_cache, slot, group, rows, g, Int32(0))
+
     @cute.jit
-    def flush(self, state, b_cache, vectors, tile, x_words, head_index, slot, group, head, p0, start, pnat, g, t):
+    def flush(
+        self, state, b_cache, vectors, tile, x_words, coming, head_index, slot, group, head, p0, start, pnat, g, t
+    ):
         """Write a tile of the logical state back: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j, in tf32 high and low terms.
 
         A lane's two chunks of a row are the two columns of an accumulator pair: element e of its first chunk in
-        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x.
+        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x; `coming` holds B's first part,
+        and does so again afterwards. A state that is rounded to bf16 does without the low terms.
         """
         at = Vectors(self.spec, head_index)
         total = vectors[at.total]
@@ -121,13 +136,10 @@ class StateTile:
             high = [to_tf32(v) for v in scaled]
             high_terms.append(high)
             low_terms.append([to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)])
-        positions = [8 * step + 2 * t + half for step in range(self.spec.ring_steps) for half in range(2)]
+        positions = self._positions(t)
         b_rows = [self.spec.read_row(start, pnat, position) for position in positions]
         live = [self.spec.is_live(start, pnat, position) for position in positions]
         per_row = PART // 2
-        # B of the next part is asked for before this one is worked on
-        coming = cute.make_rmem_tensor(cute.make_layout(len(b_rows) * per_row), Int32)
-        self._hold_b(coming, b_cache, slot, group, b_rows, g, Int32(0))
         for block in cutlass.range(self.spec.blocks, unroll=1):
             chunks = [self._chunks(tile, block, side, g, t) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
@@ -138,7 +150,8 @@ class StateTile:
                         [Int32(cutlass.select_(live[k], word, Int32(0))) for word in words]
                         for k, words in enumerate(b_words)
                     ]
-                following = cutlass.min(block * self.parts + part + 1, self.spec.blocks * self.parts - 1)
+                # B of the next part is asked for before this one is worked on
+                following = (block * self.parts + part + 1) % (self.spec.blocks * self.parts)
                 self._hold_b(coming, b_cache, slot, group, b_rows, g, following)
                 per_part = 4 // self.parts  # words of a chunk
                 olds = [
@@ -157,7 +170,10 @@ class StateTile:
                         ]
                         for e in range(PART)
                     ]
-                    for terms in (low_terms[step], high_terms[step]):
+                    for terms in (high_terms[step],) if self.spec.state_kind == "bf16" else (
+                        low_terms[step],
+                        high_terms[step],
+                    ):
                         results = [mma_tf32(results[e], terms, fragments[e]) for e in range(PART)]
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):

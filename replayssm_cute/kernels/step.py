@@ -24,7 +24,6 @@ from ..config import TileConfig
 from ..problem import Problem
 from ..ring import flushes
 from .decay import Decay
-from .prefetch import Prefetch
 from .primitives import CUTLASS_TYPE
 from .products import Products
 from .readout_c import ReadoutC
@@ -33,11 +32,6 @@ from .spec import P_TILE, StepSpec
 from .state_tile import StateTile
 from .tokens import Tokens
 from .weights import Weights
-
-
-import os
-
-EARLY = os.environ.get('EARLY', '1') == '1'
 
 
 class StepKernel:
@@ -50,8 +44,7 @@ class StepKernel:
         self.decay = Decay(self.spec)
         self.weights = Weights(self.spec, self.products)
         self.state_tile = StateTile(self.spec, self.readout_c)
-        self.tokens = Tokens(self.spec, self.weights)
-        self.prefetch = Prefetch(self.spec)
+        self.tokens = Tokens(self.spec)
 
     def staged_layout(self) -> cute.ComposedLayout:
         """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle."""
@@ -162,8 +155,7 @@ class StepKernel:
     ):
         spec = self.spec
         p, config, shared = spec.problem, spec.config, spec.shared
-        block = cute.arch.block_idx()[0]
-        row, split, head0, count = self.place(block, x.shape[0])
+        row, split, head0, count = self.place(cute.arch.block_idx()[0], x.shape[0])
         group = head0 // p.heads_per_group
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -176,15 +168,6 @@ class StepKernel:
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
-        prefetches = cutlass.const_expr(config.prefetch_ctas > 0)
-        if cutlass.const_expr(prefetches):
-            next_block = cutlass.min(block + config.prefetch_ctas, self.grid_size(x.shape[0]) - 1)
-            next_row, _, next_head0, next_count = self.place(next_block, x.shape[0])
-            next_slot = Int64(next_row)
-            if cutlass.const_expr(slots is not None):
-                next_slot = Int64(slots[next_row])
-            next_live = (next_slot != pad_slot_id) & (next_slot >= 0)
-            next_start, next_pnat = Int32(0), Int32(0)
 
         smem = SmemAllocator()
         raw = smem.allocate(shared.total, byte_alignment=1024)
@@ -234,6 +217,7 @@ class StepKernel:
             if stage < turns:
                 at = address + my_inputs + stage * spec.warps * shared.input_bytes
                 self.tokens.copy_new(at, x, z, row, first + stage * config.parallel_heads, p0, lane)
+        new_x = self.tokens.load_appended(x, row, first, p0, turns, lane)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -241,9 +225,6 @@ class StepKernel:
                 self.first_loads(atom, from_global, to_shared, barriers, turns, first, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
-            if cutlass.const_expr(prefetches):
-                if next_live:
-                    next_start, next_pnat = Int32(ring_start[next_slot]), Int32(pnat_of[next_slot])
             self.readout_c.stage(raw, c_words)
             bc_tile = warp % shared.tile_warps
             bc_rows = self.products.new_rows()
@@ -255,18 +236,26 @@ class StepKernel:
                     head = first + stage * config.parallel_heads
                     self.tokens.copy_ring(at, x_cache, slot, head, p0, start, pnat, lane)
                 cute.arch.cp_async_commit_group()
+            self.tokens.append_x(x_cache, new_x, slot, first, p0, turns, start, pnat, lane)
             cute.arch.sync_threads()
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), p.tokens, p.window))
 
-            # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
+            # ---- the first head's read-out: its state was asked for before everything that waits for the cursors.
+            # In "whole" mode B·C and the rest wait for nothing more than the state does, and go first.
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
             read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
-            self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
             refill = cutlass.const_expr(config.stages < config.turns)
-            if cutlass.const_expr(refill) and not flush:
-                cute.arch.sync_warp()
-                self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
+            only_turn = cutlass.const_expr(config.turns == 1)
+            if cutlass.const_expr(not spec.whole):
+                self.first_read_out(
+                    atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp,
+                    lane, slot32,
+                )  # fmt: skip
+            flush_b = self.state_tile.new_b()
+            if cutlass.const_expr(only_turn):
+                if flush:
+                    self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
             appends = (head0 % p.heads_per_group == 0) & (split == 0)
@@ -278,10 +267,6 @@ class StepKernel:
                 self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, later_tile, warp, g, t)
                 self.products.partial_sums(
                     bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, later_tile, warp, g, t
-                )
-            if cutlass.const_expr(prefetches):
-                self.prefetch.rows(
-                    x_cache, b_cache, dt_cache, next_slot, next_head0, next_count, next_start, next_pnat, warp, lane
                 )
             if scan < count:
                 self.decay.make_vectors(
@@ -295,18 +280,23 @@ class StepKernel:
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
                     )
             cute.arch.sync_threads()
+            if cutlass.const_expr(not only_turn):
+                for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
+                    self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
+                cute.arch.sync_threads()
+            if cutlass.const_expr(spec.whole):
+                self.first_read_out(
+                    atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp,
+                    lane, slot32,
+                )  # fmt: skip
             # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-            only_turn = cutlass.const_expr(config.turns == 1 and EARLY)
             if cutlass.const_expr(only_turn):
                 self.await_inputs(raw, my_inputs, start, pnat, lane)
                 if flush:
                     self.flush(
-                        state, b_cache, raw, address, my_inputs, vectors, 0, side, slot, group, first, p0, start, pnat,
-                        warp, lane,
+                        state, b_cache, raw, address, my_inputs, vectors, flush_b, 0, side, slot, group, first, p0,
+                        start, pnat, warp, lane,
                     )  # fmt: skip
-            for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
-                self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
-            cute.arch.sync_threads()
 
             # ---- head by head ----
             stage, phase, input_stage = Int32(0), Int32(0), Int32(0)
@@ -317,13 +307,16 @@ class StepKernel:
                 if cutlass.const_expr(not only_turn):
                     self.await_inputs(raw, at, start, pnat, lane)
                 gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
-                sums = self.tokens.contributions(raw, address + at, index, lane, g, t)
-                self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
+                weights = self.weights.stored(raw, index, g, t)
+                if cutlass.const_expr(only_turn):
+                    weights = self.weights.made(products, vectors, index, start, pnat, g, t)
+                sums = self.tokens.contributions(address + at, weights, lane)
                 self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
                 if cutlass.const_expr(not only_turn):
                     if flush:
+                        self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
                         self.flush(
-                            state, b_cache, raw, address, at, vectors, stage, index, slot, group, head, p0, start, pnat,
+                            state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
                             warp, lane,
                         )  # fmt: skip
                 if cutlass.const_expr(config.turns > 1):
@@ -364,15 +357,16 @@ class StepKernel:
 
     @cute.jit
     def flush(
-        self, state, b_cache, raw, address, at, vectors, stage, index, slot, group, head, p0, start, pnat, warp, lane
-    ):
+        self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat, warp,
+        lane,
+    ):  # fmt: skip
         """Flush the head whose state is in a stage and whose inputs are at `at`."""
         for tile in cutlass.range(self.spec.tiles, unroll=1):
             offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * 128)
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
             self.state_tile.flush(
-                state, b_cache, vectors, words, x_words, index, slot, group, head, p0 + P_TILE * tile, start, pnat,
+                state, b_cache, vectors, words, x_words, flush_b, index, slot, group, head, p0 + P_TILE * tile, start, pnat,
                 lane // 4, lane % 4,
             )  # fmt: skip
 
@@ -381,6 +375,17 @@ class StepKernel:
         stages = self.spec.config.stages
         wraps = stage == stages - 1
         return Int32(cutlass.select_(wraps, 0, stage + 1)), Int32(cutlass.select_(wraps, phase ^ 1, phase))
+
+    @cute.jit
+    def first_read_out(
+        self, atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp, lane,
+        slot,
+    ):  # fmt: skip
+        """The read-out of the first turn; its stage is refilled at once unless the state is still to be flushed."""
+        self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
+        if cutlass.const_expr(self.spec.config.stages < self.spec.config.turns) and not flush:
+            cute.arch.sync_warp()
+            self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot)
 
     @cute.jit
     def next_read_out(self, read_out, address, barriers, c_rows, stage, phase, warp, lane):

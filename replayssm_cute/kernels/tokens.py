@@ -27,9 +27,8 @@ from .primitives import (
     permute,
     store_words,
 )
-from .spec import P_TILE, StepSpec
+from .spec import P_TILE, WARP, StepSpec
 from .state_tile import x_fragment
-from .weights import Weights
 
 ROW_BYTES = 32
 ROWS_A_COPY = 16  # rows that a warp copies at once, 16 bytes a lane
@@ -47,9 +46,8 @@ def place(row: Int32, half: Int32) -> Int32:
 class Tokens:
     """The phases of a step kernel that read the tokens' inputs and write what becomes of them."""
 
-    def __init__(self, spec: StepSpec, weights: Weights) -> None:
+    def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
-        self.weights = weights
         self.x_rows = spec.ring_positions  # first row of the new tokens' x
         self.z_rows = spec.ring_positions + spec.problem.tokens
 
@@ -130,17 +128,19 @@ class Tokens:
             for tile in range(self.spec.tiles)
         ]
 
-    def contributions(self, raw, address, head_index, lane, g, t):
-        """What the ring and the new tokens add to the outputs: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
+    def contributions(self, address, weights, lane):
+        """What the ring and the new tokens add to the outputs.
+
+        `weights[n][step]` are B-fragments; the result is per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
+        """
         spec = self.spec
         x_words = [self.x_words(address + tile * spec.shared.input_tile_bytes, lane) for tile in range(spec.tiles)]
         sums = [[[Float32(0.0)] * 4 for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
-        for n in range(spec.token_tiles):
-            for step in range(spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
-                weights = self.weights.fragment(raw, head_index, step, n, g, t)
+        for n, steps in enumerate(weights):
+            for step, fragment in enumerate(steps):
                 for tile in range(spec.tiles):
                     a_frag = [bits(v) for v in x_fragment(x_words[tile][step], spec)]
-                    sums[tile][n] = mma_tf32(sums[tile][n], a_frag, weights)
+                    sums[tile][n] = mma_tf32(sums[tile][n], a_frag, fragment)
         return sums
 
     @cute.jit
@@ -191,15 +191,36 @@ class Tokens:
                         p = p0 + P_TILE * tile + 8 * half
                         store_words(self.spec.pointer(out, row, (token, head), p, 8), [Int32(0)] * 4)
 
+    def _appended(self, k, turns, lane):
+        """(whether there is one, turn, token, tile, half) of this lane's k-th 16-byte piece of x to append."""
+        piece = k * WARP + lane
+        half, tile, rest = piece % 2, piece // 2 % self.spec.tiles, piece // (2 * self.spec.tiles)
+        turn = rest // self.spec.problem.tokens
+        return turn < turns, turn, rest % self.spec.problem.tokens, tile, half
+
+    def _append_rounds(self):
+        return -(-self.spec.config.turns * self.spec.problem.tokens * self.spec.tiles * 2 // WARP)
+
     @cute.jit
-    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, lane):
-        """Append the new tokens' x, bit for bit."""
-        for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
-            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < self.spec.problem.tokens:
+    def load_appended(self, x, row, first, p0, turns, lane):
+        """Ask for the new x of all heads of a warp, to append to the ring; needs no slot."""
+        words = cute.make_rmem_tensor(cute.make_layout(4 * self._append_rounds()), Int32)
+        for k in cutlass.range_constexpr(self._append_rounds()):
+            exists, turn, token, tile, half = self._appended(k, turns, lane)
+            if exists:
+                head = first + turn * self.spec.config.parallel_heads
+                found = load_words(self.spec.pointer(x, row, (token, head), p0 + P_TILE * tile + 8 * half, 8), 4)
+                for e in cutlass.range_constexpr(4):
+                    words[4 * k + e] = found[e]
+        return words
+
+    @cute.jit
+    def append_x(self, x_cache, words, slot, first, p0, turns, start, pnat, lane):
+        """Append what `load_appended` asked for, bit for bit."""
+        for k in cutlass.range_constexpr(self._append_rounds()):
+            exists, turn, token, tile, half = self._appended(k, turns, lane)
+            if exists:
                 ring = self.spec.ring_row(start, pnat + token)
-                for tile in cutlass.range_constexpr(self.spec.tiles):
-                    at = place(self.x_rows + token, half) + tile * self.spec.shared.input_tile_bytes
-                    words = load_words(inputs + cute.assume(at, divby=16), 4)
-                    p = p0 + P_TILE * tile + 8 * half
-                    store_words(self.spec.pointer(x_cache, slot, (head, ring), p, 8), words)
+                head = first + turn * self.spec.config.parallel_heads
+                target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
+                store_words(target, [words[4 * k + e] for e in range(4)])

@@ -30,35 +30,65 @@ class Weights:
         floats = head_index * shared.weight_floats + token * shared.weight_stride + 8 * step + 2 * t
         return cute.assume(shared.weights + 4 * floats, divby=8)
 
+    def _of_ring(self, products, vectors, at, step, n, start, pnat, g, t):
+        token, pair = 8 * n + g, []
+        for half in range(2):
+            position = 8 * step + 2 * t + half
+            dot = self.products.dot(products, position, token)
+            weight = dot * (vectors[at.weights + position] * vectors[at.token_decay + token])
+            # a dead row's product may be NaN: select, never multiply
+            live = self.spec.is_live(start, pnat, position)
+            pair.append(to_tf32(Float32(cutlass.select_(live, weight, Float32(0.0)))))
+        return pair
+
+    def _of_tokens(self, products, vectors, at, step, n, g, t):
+        token, pair = 8 * n + g, []
+        for half in range(2):
+            s = 8 * (step - self.spec.ring_steps) + 2 * t + half
+            dot = self.products.dot(products, 8 * step + 2 * t + half, token)
+            between = Float32(0.0)
+            for later in range(1, min(8 * n + 8, self.spec.problem.tokens)):
+                inside = (s < later) & (later <= token)
+                log_decay = vectors[at.log_decay + later]
+                between = between + Float32(cutlass.select_(inside, log_decay, Float32(0.0)))
+            weight = cute.math.exp(between) * (vectors[at.dt + s] * dot)
+            weight = Float32(cutlass.select_(s == token, weight + vectors[at.skip], weight))
+            pair.append(to_tf32(Float32(cutlass.select_(s <= token, weight, Float32(0.0)))))
+        return pair
+
     @cute.jit
     def make(self, raw, products, vectors, head_index, step, start, pnat, g, t):
-        """One k-step of one head's weights; `step` is the same in all lanes."""
+        """One k-step of one head's weights, into shared memory; `step` is the same in all lanes."""
         at = Vectors(self.spec, head_index)
         for n in cutlass.range_constexpr(self.spec.token_tiles):
-            token = 8 * n + g
-            dots = [self.products.dot(products, 8 * step + 2 * t + half, token) for half in range(2)]
             pair = cute.make_rmem_tensor(cute.make_layout(2), Int32)
             if step < self.spec.ring_steps:
-                for half in cutlass.range_constexpr(2):
-                    position = 8 * step + 2 * t + half
-                    weight = dots[half] * (vectors[at.weights + position] * vectors[at.token_decay + token])
-                    # a dead row's product may be NaN: select, never multiply
-                    live = self.spec.is_live(start, pnat, position)
-                    pair[half] = to_tf32(Float32(cutlass.select_(live, weight, Float32(0.0))))
+                pair[0], pair[1] = self._of_ring(products, vectors, at, step, n, start, pnat, g, t)
             else:
-                for half in cutlass.range_constexpr(2):
-                    s = 8 * (step - self.spec.ring_steps) + 2 * t + half
-                    between = Float32(0.0)
-                    for later in cutlass.range_constexpr(1, min(8 * n + 8, self.spec.problem.tokens)):
-                        inside = (s < later) & (later <= token)
-                        log_decay = vectors[at.log_decay + later]
-                        between = between + Float32(cutlass.select_(inside, log_decay, Float32(0.0)))
-                    weight = cute.math.exp(between) * (vectors[at.dt + s] * dots[half])
-                    weight = Float32(cutlass.select_(s == token, weight + vectors[at.skip], weight))
-                    pair[half] = to_tf32(Float32(cutlass.select_(s <= token, weight, Float32(0.0))))
-            if token < self.spec.problem.tokens:
+                pair[0], pair[1] = self._of_tokens(products, vectors, at, step, n, g, t)
+            if 8 * n + g < self.spec.problem.tokens:
                 store_words(raw + self._at(head_index, step, n, g, t), [pair[0], pair[1]])
 
-    def fragment(self, raw, head_index, step, n, g, t):
-        """A k-step's B-fragment for token tile n: positions 2t and 2t + 1 with token 8n + g."""
-        return load_words(raw + self._at(head_index, step, n, g, t), 2)
+    def _steps(self, n):
+        """K-steps that reach token tile n: tokens of later tiles do not."""
+        return range(self.spec.ring_steps + n + 1)
+
+    def stored(self, raw, head_index, g, t):
+        """A head's B-fragments as `make` left them: per token tile and k-step positions 2t, 2t + 1 with token 8n + g."""
+        return [
+            [load_words(raw + self._at(head_index, step, n, g, t), 2) for step in self._steps(n)]
+            for n in range(self.spec.token_tiles)
+        ]
+
+    def made(self, products, vectors, head_index, start, pnat, g, t):
+        """The same, made in registers by every warp for itself: for a CTA's only turn, quicker than a barrier."""
+        at = Vectors(self.spec, head_index)
+        return [
+            [
+                self._of_ring(products, vectors, at, step, n, start, pnat, g, t)
+                if step < self.spec.ring_steps
+                else self._of_tokens(products, vectors, at, step, n, g, t)
+                for step in self._steps(n)
+            ]
+            for n in range(self.spec.token_tiles)
+        ]
