@@ -214,8 +214,10 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)
     units = problem.d_state // 32
-    # Slices of four units keep a warp's operands within 32 registers. Warps left over make the decay vectors meanwhile.
-    slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // 4)) + 1) if units % s == 0)
+    # Slices of four units keep a warp's operands within 32 registers, and leave warps to make the decay vectors of few
+    # heads meanwhile. With a head for every warp no warp is left, and half the slice halves the wait.
+    least = 2 if config.heads_per_cta >= warps else 4
+    slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // least)) + 1) if units % s == 0)
     product_stride = tokens_pad if tokens_pad == 8 else 20
     product_floats = positions * product_stride
     weight_stride = positions if positions % 32 in (8, 24) else positions + 8  # 8 bytes a lane, no bank twice

@@ -217,7 +217,9 @@ class StepKernel:
             if stage < turns:
                 at = address + my_inputs + stage * spec.warps * shared.input_bytes
                 self.tokens.copy_new(at, x, z, row, first + stage * config.parallel_heads, p0, lane)
-        new_x = self.tokens.load_appended(x, row, first, p0, turns, lane)
+        only_turn = cutlass.const_expr(config.turns == 1)
+        if cutlass.const_expr(only_turn):
+            new_x = self.tokens.new_x(x, row, first, p0, lane)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -236,22 +238,21 @@ class StepKernel:
                     head = first + stage * config.parallel_heads
                     self.tokens.copy_ring(at, x_cache, slot, head, p0, start, pnat, lane)
                 cute.arch.cp_async_commit_group()
-            self.tokens.append_x(x_cache, new_x, slot, first, p0, turns, start, pnat, lane)
             cute.arch.sync_threads()
+            # A CTA's only turn appends its x here, where the store's way to memory costs no time.
+            if cutlass.const_expr(only_turn):
+                self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, lane)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), p.tokens, p.window))
 
-            # ---- the first head's read-out: its state was asked for before everything that waits for the cursors.
-            # In "whole" mode B·C and the rest wait for nothing more than the state does, and go first.
+            # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
             read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
             refill = cutlass.const_expr(config.stages < config.turns)
-            only_turn = cutlass.const_expr(config.turns == 1)
-            if cutlass.const_expr(not spec.whole):
-                self.first_read_out(
-                    atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp,
-                    lane, slot32,
-                )  # fmt: skip
+            self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
+            if cutlass.const_expr(refill) and not flush:
+                cute.arch.sync_warp()
+                self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
             flush_b = self.state_tile.new_b()
             if cutlass.const_expr(only_turn):
                 if flush:
@@ -284,11 +285,6 @@ class StepKernel:
                 for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                     self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
                 cute.arch.sync_threads()
-            if cutlass.const_expr(spec.whole):
-                self.first_read_out(
-                    atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp,
-                    lane, slot32,
-                )  # fmt: skip
             # A CTA's only turn flushes before it makes the outputs: the write takes longest.
             if cutlass.const_expr(only_turn):
                 self.await_inputs(raw, my_inputs, start, pnat, lane)
@@ -313,6 +309,7 @@ class StepKernel:
                 sums = self.tokens.contributions(address + at, weights, lane)
                 self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
                 if cutlass.const_expr(not only_turn):
+                    self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
                     if flush:
                         self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
                         self.flush(
@@ -375,17 +372,6 @@ class StepKernel:
         stages = self.spec.config.stages
         wraps = stage == stages - 1
         return Int32(cutlass.select_(wraps, 0, stage + 1)), Int32(cutlass.select_(wraps, phase ^ 1, phase))
-
-    @cute.jit
-    def first_read_out(
-        self, atom, from_global, to_shared, read_out, address, barriers, c_rows, flush, turns, first, tile, warp, lane,
-        slot,
-    ):  # fmt: skip
-        """The read-out of the first turn; its stage is refilled at once unless the state is still to be flushed."""
-        self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
-        if cutlass.const_expr(self.spec.config.stages < self.spec.config.turns) and not flush:
-            cute.arch.sync_warp()
-            self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot)
 
     @cute.jit
     def next_read_out(self, read_out, address, barriers, c_rows, stage, phase, warp, lane):

@@ -27,7 +27,7 @@ from .primitives import (
     permute,
     store_words,
 )
-from .spec import P_TILE, WARP, StepSpec
+from .spec import P_TILE, StepSpec
 from .state_tile import x_fragment
 
 ROW_BYTES = 32
@@ -191,36 +191,44 @@ class Tokens:
                         p = p0 + P_TILE * tile + 8 * half
                         store_words(self.spec.pointer(out, row, (token, head), p, 8), [Int32(0)] * 4)
 
-    def _appended(self, k, turns, lane):
-        """(whether there is one, turn, token, tile, half) of this lane's k-th 16-byte piece of x to append."""
-        piece = k * WARP + lane
-        half, tile, rest = piece % 2, piece // 2 % self.spec.tiles, piece // (2 * self.spec.tiles)
-        turn = rest // self.spec.problem.tokens
-        return turn < turns, turn, rest % self.spec.problem.tokens, tile, half
-
-    def _append_rounds(self):
-        return -(-self.spec.config.turns * self.spec.problem.tokens * self.spec.tiles * 2 // WARP)
-
     @cute.jit
-    def load_appended(self, x, row, first, p0, turns, lane):
-        """Ask for the new x of all heads of a warp, to append to the ring; needs no slot."""
-        words = cute.make_rmem_tensor(cute.make_layout(4 * self._append_rounds()), Int32)
-        for k in cutlass.range_constexpr(self._append_rounds()):
-            exists, turn, token, tile, half = self._appended(k, turns, lane)
-            if exists:
-                head = first + turn * self.spec.config.parallel_heads
-                found = load_words(self.spec.pointer(x, row, (token, head), p0 + P_TILE * tile + 8 * half, 8), 4)
-                for e in cutlass.range_constexpr(4):
-                    words[4 * k + e] = found[e]
+    def new_x(self, x, row, head, p0, lane):
+        """A head's new x straight from global memory, a 16-byte piece of each tile a lane: needs no slot."""
+        words = cute.make_rmem_tensor(cute.make_layout(4 * self.spec.tiles * self._token_rounds()), Int32)
+        for k in cutlass.range_constexpr(self._token_rounds()):
+            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            if token < self.spec.problem.tokens:
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    p = p0 + P_TILE * tile + 8 * half
+                    found = load_words(self.spec.pointer(x, row, (token, head), p, 8), 4)
+                    for e in cutlass.range_constexpr(4):
+                        words[4 * (k * self.spec.tiles + tile) + e] = found[e]
         return words
 
+    def _token_rounds(self):
+        return -(-self.spec.problem.tokens // ROWS_A_COPY)
+
     @cute.jit
-    def append_x(self, x_cache, words, slot, first, p0, turns, start, pnat, lane):
-        """Append what `load_appended` asked for, bit for bit."""
-        for k in cutlass.range_constexpr(self._append_rounds()):
-            exists, turn, token, tile, half = self._appended(k, turns, lane)
-            if exists:
+    def append_new(self, x_cache, words, slot, head, p0, start, pnat, lane):
+        """Append what `new_x` read, bit for bit."""
+        for k in cutlass.range_constexpr(self._token_rounds()):
+            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            if token < self.spec.problem.tokens:
                 ring = self.spec.ring_row(start, pnat + token)
-                head = first + turn * self.spec.config.parallel_heads
-                target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
-                store_words(target, [words[4 * k + e] for e in range(4)])
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    first = 4 * (k * self.spec.tiles + tile)
+                    target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
+                    store_words(target, [words[first + e] for e in range(4)])
+
+    @cute.jit
+    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, lane):
+        """Append the new tokens' x from shared memory, bit for bit."""
+        for k in cutlass.range_constexpr(self._token_rounds()):
+            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            if token < self.spec.problem.tokens:
+                ring = self.spec.ring_row(start, pnat + token)
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    at = place(self.x_rows + token, half) + tile * self.spec.shared.input_tile_bytes
+                    words = load_words(inputs + cute.assume(at, divby=16), 4)
+                    target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
+                    store_words(target, words)
