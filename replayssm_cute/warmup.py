@@ -179,11 +179,7 @@ def _device_index(device: torch.device | str | int | None) -> int:
 def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:
     from . import plan
 
-    got = plan.problem_of(
-        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens, call.x,
-        call.dt, call.A, call.B, call.C, call.out, call.D, call.z, call.dt_bias, call.dt_softplus,
-        call.state_batch_indices, problem.pdl,
-    )  # fmt: skip
+    got = plan.problem_of(call, problem.pdl)
     if got != problem:
         raise ValueError(f"tensors: got a call of {got}, expected {problem}")
     if call.x.shape[0] != batch:
