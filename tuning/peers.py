@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ class Variant:
         name: the variant's arguments in words.
         default: whether this is what a caller gets who chooses nothing.
         replays: whether it computes the same step, ring included, so that its numbers can be compared.
-        run: launches it on a call.
+        bind: a call without arguments that launches it on the given tensors, with nothing left to prepare.
     """
 
     peer: str
     name: str
     default: bool
     replays: bool
-    run: Callable[[calls.Call], None]
+    bind: Callable[[calls.Call], Callable[[], object]]
+
+    def run(self, call: calls.Call) -> None:
+        """Launch it on a call's tensors."""
+        self.bind(call)()
 
 
 def installed() -> dict[str, str]:
@@ -67,23 +72,24 @@ def _checkpointing(problem: Problem, batch: int, device: torch.device) -> Iterat
         "cb_old": torch.empty(batch_rows(batch), problem.heads, 32, old // 2, dtype=io, device=device),
     }
 
-    def run(**choice: Any) -> Callable[[calls.Call], None]:
-        def launch(call: calls.Call) -> None:
+    def bind(**choice: Any) -> Callable[[calls.Call], Callable[[], object]]:
+        def bound(call: calls.Call) -> Callable[[], object]:
             rows = call.x.shape[0]
             extra = {k: v[:rows] for k, v in scratch.items()} if choice.get("algorithm") != "monolith" else {}
-            checkpointing_ssu(**call.kwargs(), enable_pdl=problem.pdl, **extra, **choice)
+            return functools.partial(checkpointing_ssu, **call.kwargs(), enable_pdl=problem.pdl, **extra, **choice)
 
-        return launch
+        return bound
 
-    yield Variant("flashinfer", "default (auto, scratch given)", True, True, run())
+    yield Variant("flashinfer", "default (auto, scratch given)", True, True, bind())
     for split in (1, 2):
-        yield Variant("flashinfer", f"monolith, d_split {split}", False, True, run(algorithm="monolith", d_split=split))
+        name = f"monolith, d_split {split}"
+        yield Variant("flashinfer", name, False, True, bind(algorithm="monolith", d_split=split))
     for split in (1, 2):
         heads = problem.heads_per_group
         while heads:
             name = f"two-kernel, d_split {split}, {heads} heads a CTA"
             choice = {"algorithm": "two-kernel", "d_split": split, "precompute_heads_per_cta": heads}
-            yield Variant("flashinfer", name, False, True, run(**choice))
+            yield Variant("flashinfer", name, False, True, bind(**choice))
             heads //= 2
 
 
@@ -96,8 +102,9 @@ def _standard(problem: Problem) -> Iterator[Variant]:
     """FlashInfer's ordinary one-token update, which reads and writes the whole state each time."""
     from flashinfer.mamba import selective_state_update  # type: ignore[import-not-found, unused-ignore]
 
-    def launch(call: calls.Call) -> None:
-        selective_state_update(
+    def bind(call: calls.Call) -> Callable[[], object]:
+        return functools.partial(
+            selective_state_update,
             call.state,
             call.x[:, 0],
             call.dt[:, 0],
@@ -113,4 +120,4 @@ def _standard(problem: Problem) -> Iterator[Variant]:
             out=call.out[:, 0],
         )
 
-    yield Variant("flashinfer-standard", "default", True, False, launch)
+    yield Variant("flashinfer-standard", "default", True, False, bind)
