@@ -63,6 +63,15 @@ def evolved(batch: int, steps: int, seed: int) -> dict[str, Any]:
     return {**facts, "entrants": {name: of(us) for name, us in names.items()}}
 
 
+def behind_a_producer(batch: int) -> dict[str, Any]:
+    times = {"producer alone": 3.0, "ours": 9.0 + batch, "ours, PDL": 7.5 + batch, "flashinfer best": 12.0 + batch}
+    found: dict[str, Any] = {
+        n: {"time_us": us, "spread": 0.01, "samples": 21, "variant": ""} for n, us in times.items()
+    }
+    found["flashinfer best, PDL"] = {"failed": "RuntimeError: not built"}
+    return {"batch": batch, "sets": 9, "times": found}
+
+
 def canned() -> Bench:
     """Results of two workloads at five batches, with everything beside."""
     cells = tuple(BenchCell(f"T {p.tokens}", p, b, **measured(p, b)) for p in PROBLEMS for b in BATCHES)
@@ -79,6 +88,7 @@ def canned() -> Bench:
         evolved=tuple(
             {"label": f"T {c.problem.tokens}", "problem": c.problem.label()} | evolved(c.batch, 1000, 0) for c in cells
         ),
+        pdl=tuple({"label": "T 4", "problem": "p"} | behind_a_producer(b) for b in (1, 4)),
         host=(*host, {"what": "c", "problem": "p", "batch": 1, "failed": "RuntimeError: no"}),
     )
 
@@ -111,3 +121,6 @@ class Runner:
     ) -> dict[str, Any]:
         self.evolving.append((problem.tokens, batch, steps))
         return evolved(batch, steps, seed)
+
+    def pdl(self, problem: Problem, batch: int, lengths: Sequence[float], variants: Any) -> dict[str, Any]:
+        return behind_a_producer(batch)

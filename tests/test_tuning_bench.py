@@ -96,7 +96,7 @@ def test_tables_on_the_console() -> None:
     text = io.StringIO()
     bench_report.show(canned(), Console(file=text, width=200))
     shown = text.getvalue()
-    for word in ("geometric mean", "flashinfer best", "ours/floor", "T 4", "h1 s1 p1", "p99", "a CPU"):
+    for word in ("geometric mean", "flashinfer best", "ours/floor", "T 4", "h1 s1 p1", "p99", "a CPU", "ours, PDL"):
         assert word in shown, word
     assert "note: one thing to know" in shown
     assert "failed" in shown
@@ -108,7 +108,7 @@ def test_files_are_drawn_from_the_json_alone(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["peers", "--redraw", str(tmp_path / "peers.json"), "--out", str(tmp_path / "drawn")]) == 0
     assert "geometric mean" in capsys.readouterr().out
     made = {p.name for p in (tmp_path / "drawn").iterdir()}
-    assert made == {"peers.csv", "evolve.csv", "host.csv", "peers.png", "evolve.png"}
+    assert made == {"peers.csv", "evolve.csv", "host.csv", "pdl.csv", "peers.png", "evolve.png"}
     with (tmp_path / "drawn" / "peers.csv").open() as f:
         rows = list(csv.DictReader(f))
     assert [r["batch"] for r in rows] == [str(b) for b in bench_fakes.BATCHES] * 2
@@ -161,6 +161,22 @@ def test_a_run_measures_every_cell_and_what_is_asked_beside(
     assert m["gpu_name"] == H200.name and len(m["kernel_fingerprint"]) > 8 and m["driver"] == "580.1"
     assert m["policy"]["limit"]["read_gbs"] == 4600.0 and "evolve_method" in m["policy"]
     assert [w["name"] for w in m["acceptance"].values()] == ["uniform", "one-token"]
+
+
+def test_pairs_behind_a_producer_and_a_peer_that_was_not_built_for_them(
+    small: plan.TuningPlan, runner: list[Runner], tmp_path: Path
+) -> None:
+    found = bench.run(small, tmp_path, options=bench.Options(pdl=True), console=quiet())
+    assert [(r["label"], r["batch"]) for r in found.pdl] == [
+        ("verify", 1),
+        ("verify", 64),
+        ("one token", 1),
+        ("one token", 64),
+    ]
+    assert [n for n in found.notes if "PDL" in n] == [
+        f"{label}: no time of flashinfer best, PDL: RuntimeError: not built" for label in ("verify", "one token")
+    ]
+    assert "pdl_method" in found.manifest.policy
 
 
 def test_a_failing_cell_costs_itself(
@@ -344,7 +360,7 @@ def test_a_cell_on_the_device(tmp_path: Path) -> None:
     """A small plan from the command line; how fast is for the command to say."""
     (tmp_path / "small.toml").write_text(PLAN)
     command = ["peers", "--plan", str(tmp_path / "small.toml"), "--batches", "4", "--out", str(tmp_path / "out")]
-    assert cli.main([*command, "--evolve", "40", "--host", "--budget", "120s"]) == 0
+    assert cli.main([*command, "--evolve", "40", "--host", "--pdl", "--budget", "120s"]) == 0
     found = Bench.load(tmp_path / "out" / "peers.json")
     assert len(found.cells) == 2, found.notes
     for cell in found.cells:
@@ -353,4 +369,7 @@ def test_a_cell_on_the_device(tmp_path: Path) -> None:
         assert cell.times["ours"]["out_error"] < 2e-3
     assert [row["entrants"]["ours"]["counted"] + row["entrants"]["ours"]["late"] for row in found.evolved] == [40, 40]
     assert {"eager call, by keyword", "prepared launch", "table look-up"} <= {r["what"] for r in found.host}
+    for row in found.pdl:
+        assert row["times"]["ours"]["time_us"] > row["times"]["producer alone"]["time_us"] > 0
+        assert row["times"]["ours, PDL"]["time_us"] > 0
     assert all(r["host_us"] > 0 for r in found.host if "failed" not in r)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from replayssm_cute import compiler, tables
 
-from . import evolve, host_time, peers
+from . import evolve, host_time, pdl, peers
 from .bench_device import BenchRunner
 from .bench_results import Bench, BenchCell
 from .errors import SweepError
@@ -172,6 +172,8 @@ class Session:
         """What the options ask of each cell."""
         if self.options.evolve:
             yield "evolved", self.evolved
+        if self.options.pdl:
+            yield "pdl", self.pdl
 
     def add(self, name: str, workload: Workload, batch: int, make: Callable[[Workload, int], dict[str, Any]]) -> None:
         """A row of an option."""
@@ -183,6 +185,16 @@ class Session:
         return self.runner.evolve(
             workload.problem, batch, workload.lengths, self.cells[-1].variants, self.options.evolve, self.options.seed
         )
+
+    def pdl(self, workload: Workload, batch: int) -> dict[str, Any]:
+        """Pairs of a producer and a step of one cell; says once if no peer was built for PDL."""
+        found = self.runner.pdl(workload.problem, batch, workload.lengths, self.cells[-1].variants)
+        for name, entry in found["times"].items():
+            if "failed" in entry:
+                note = f"{workload.label}: no time of {name}: {entry['failed'][:200]}"
+                if note not in self.notes:
+                    self.notes.append(note)
+        return found
 
     def read_gbs(self) -> tuple[float, str]:
         """The streaming limit of this run, and its source."""
@@ -207,6 +219,8 @@ class Session:
             policy["host_method"] = host_time.METHOD
         if self.options.evolve:
             policy["evolve_method"] = evolve.METHOD
+        if self.options.pdl:
+            policy["pdl_method"] = pdl.METHOD
         bench = Bench(
             plan=self.plan.name,
             title=self.plan.title,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from replayssm_cute import compiler, plan, tables
 from replayssm_cute.problem import Problem
 
-from . import floor_kernel, peers
+from . import floor_kernel, pdl, peers, producer_kernel
 from .bench_results import FLOOR, OURS, finalists
 from .entrants import Entrant
 from .evolve import evolve
@@ -67,6 +68,22 @@ class BenchRunner(DeviceRunner):
             replaying = [v for v in variants if "out_error" in v]
             field = [self.ours(problem, batch), *self.of_peers(problem, batch, replaying)]
             return evolve(cell, field, lengths, steps, seed)
+
+    def pdl(
+        self, problem: Problem, batch: int, lengths: Sequence[float], variants: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Pairs of a producer and a step on one cell: ours and each peer that replays, without and with PDL."""
+        replaying = [v for v in variants if "out_error" in v]
+        with self._guard():
+            cell = self._cell_of(problem, batch, lengths)
+            produce = producer_kernel.compile_producer(problem, self.target.arch)
+            entrants = []
+            for p in (problem, dataclasses.replace(problem, pdl=True)):
+                suffix = pdl.PDL if p.pdl else ""
+                for entrant in (self.ours(p, batch), *self.of_peers(p, batch, replaying)):
+                    entrants.append(dataclasses.replace(entrant, name=entrant.name + suffix))
+            times = pdl.measure(cell, produce, entrants, self.policy, self.device)
+            return {"batch": batch, "sets": len(cell.calls), "times": times}
 
     def of_peers(self, problem: Problem, batch: int, variants: Sequence[Mapping[str, Any]]) -> list[Entrant]:
         """The peers' variants that race, after all of them were timed once."""

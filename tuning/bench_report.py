@@ -154,7 +154,8 @@ def _host(bench: Bench) -> Table:
 
 def _pdl(bench: Bench) -> Table:
     names = list(dict.fromkeys(name for row in bench.pdl for name in row["times"]))
-    table = _table("Behind a producer, us for both", ["workload"], ["batch", *names])
+    title = "A producer that triggers early, and the step behind it; us a pair (PDL: the step starts before its end)"
+    table = _table(title, ["workload"], ["batch", *names])
     for row in bench.pdl:
         times = [_number((row["times"].get(n) or {}).get("time_us")) for n in names]
         table.add_row(row["label"], str(row["batch"]), *times)
@@ -171,7 +172,10 @@ def write(bench: Bench, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     tables = {"peers": frame(bench), "evolve": _evolved_frame(bench), "host": pd.DataFrame(bench.host)}
     tables["pdl"] = pd.DataFrame(
-        {**{k: v for k, v in row.items() if k != "times"}, **{f"{n}_us": t["time_us"] for n, t in row["times"].items()}}
+        {
+            **{k: v for k, v in row.items() if k != "times"},
+            **{f"{n}_us": t.get("time_us") for n, t in row["times"].items()},
+        }
         for row in bench.pdl
     )
     made = []

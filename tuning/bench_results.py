@@ -104,6 +104,7 @@ class Bench:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            data.pop("historical", None)  # a mark on results that are kept for the record
             cells = tuple(
                 BenchCell(**{**c, "problem": Problem.from_json(c["problem"]), "variants": tuple(c["variants"])})
                 for c in data["cells"]

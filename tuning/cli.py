@@ -122,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
         "--host", action="store_true", help="also the host's time of a call, of the plan's first problem"
     )
     beside.add_argument(
+        "--pdl",
+        action="store_true",
+        help="in each cell also pairs of a producer and a step, without and with programmatic dependent launch",
+    )
+    beside.add_argument(
         "--redraw", type=Path, metavar="FILE", help="draw tables and plots of an earlier run's JSON again"
     )
 
@@ -208,7 +213,7 @@ def _peers(args: argparse.Namespace) -> int:
     plan = _plan(args)
     device = _gpu(args.device)
     out = args.out or PEERS_OUT / plan.name
-    options = bench.Options(evolve=args.evolve, host=args.host, seed=args.seed)
+    options = bench.Options(evolve=args.evolve, host=args.host, pdl=args.pdl, seed=args.seed)
     try:
         found = bench.run(
             plan, out, device=device, budget_s=args.budget, options=options, workers=args.workers, console=console
