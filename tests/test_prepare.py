@@ -175,21 +175,101 @@ def test_the_prepared_config_and_device_are_kept(cpu_as_gpu: None, monkeypatch: 
     assert entered == [-1]
 
 
+@pytest.mark.parametrize("make", [lambda c: replayssm_cute.prepare(**c.kwargs()), on_gpu], ids=["cpu", "gpu"])
+def test_a_bound_launch_runs_the_step_on_what_its_tensors_hold_by_then(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan]
+) -> None:
+    monkeypatch.setattr(plan, "converted", lambda t: t)  # fake kernels compute with torch
+    call = random_call(RICH, 3, padding=[1])
+    prepared = make(call)
+    before = call.clone()
+    run = prepared.bind(*plan.kernel_args(call))
+    assert_same(call, before)
+    for seed in (1, 2):
+        fresh = random_call(RICH, 3, padding=[1], seed=seed)
+        for name in ("x", "B", "C", "z", "state"):
+            getattr(call, name).copy_(getattr(fresh, name))
+        expected = call.clone()
+        checkpointing_ssu_reference(**expected.kwargs())
+        assert run() is call.out
+        assert_same(call, expected)
+
+
+def test_binding_checks_everything(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "converted", lambda t: pytest.fail("converted what is refused"))
+    call = bad_inputs.good_call()
+    prepared = on_gpu(call)
+    for bad in bad_inputs.bad_inputs():
+        given = call.kwargs()
+        bad.change(given)
+        if given.pop("dt_softplus") is not call.dt_softplus:
+            continue  # no argument of bind
+        with pytest.raises(bad.error) as caught:
+            prepared.bind(**given)
+        assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))
+    other = random_call(dataclasses.replace(bad_inputs.PROBLEM, tokens=1), 2)
+    with pytest.raises(ValueError, match=r"another problem than the prepared one: .*tokens 1, expected 3"):
+        prepared.bind(*plan.kernel_args(other))
+    with pytest.raises(ValueError, match="state: on device cpu, expected the prepared one, cuda:5"):
+        dataclasses.replace(prepared, device=5).bind(*plan.kernel_args(call))
+
+
+def test_a_bound_launch_hands_over_memory_and_one_tensor_of_torchs(cpu_as_gpu: None) -> None:
+    """Torch's own tensor is what the current stream is learned from."""
+    got: list[Any] = []
+    call = random_call(SMALL, 3)
+    call.D = torch.nn.Parameter(call.D)  # type: ignore[arg-type]  # as models hold it
+    kept = dataclasses.replace(on_gpu(random_call(SMALL, 3)), kernel=lambda *args: got.extend(args))
+    run = kept.bind(*plan.kernel_args(call))
+    assert run() is call.out
+    for given, held in zip(plan.kernel_args(call), got, strict=True):
+        if isinstance(given, torch.Tensor):
+            assert (held is given) == (given is call.out)
+            again = torch.from_dlpack(held)
+            assert (again.data_ptr(), again.shape, again.stride()) == (given.data_ptr(), given.shape, given.stride())
+        else:
+            assert held is given
+
+
+def test_a_bound_launch_makes_its_device_current(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    call = random_call(SMALL, 2)
+    prepared = on_gpu(call)
+    monkeypatch.setattr(plan, "on_device", on_device)
+    monkeypatch.setattr(plan, "converted", lambda t: t)
+    run = prepared.bind(*plan.kernel_args(call))
+    run()
+    assert entered == []
+    monkeypatch.setattr(plan, "current_device", lambda: 3)
+    run()
+    assert entered == [-1]
+
+
 @pytest.mark.gpu
 def test_a_prepared_launch_gives_the_calls_result_bit_for_bit() -> None:
     call = random_call(RICH, 5, padding=[1], device="cuda")
-    twin = call.clone()
+    twin, bound = call.clone(), call.clone()
     prepared = replayssm_cute.prepare(**call.kwargs())
     api.checkpointing_ssu(**twin.kwargs())
     launch(prepared, call)
+    prepared.bind(*plan.kernel_args(bound))()
     torch.cuda.synchronize()
-    assert_same(call.to("cpu"), twin.to("cpu"))
+    for same in (call, bound):
+        assert_same(same.to("cpu"), twin.to("cpu"))
 
 
 @pytest.mark.gpu
-def test_a_prepared_launch_on_a_gpu_refuses_and_goes_into_graphs_and_streams() -> None:
+@pytest.mark.parametrize("bound", [False, True], ids=["launch", "bind"])
+def test_a_prepared_launch_on_a_gpu_refuses_and_goes_into_graphs_and_streams(bound: bool) -> None:
     call = random_call(RICH, 5, device="cuda")
     prepared = replayssm_cute.prepare(**call.kwargs())
+    again = prepared.bind(*plan.kernel_args(call)) if bound else lambda: launch(prepared, call)
     for name, value in {"dt_cache": call.dt_cache.double(), "A": call.A.contiguous(), "C": call.C.cpu()}.items():
         with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
             launch(prepared, dataclasses.replace(call, **{name: value}))
@@ -199,7 +279,7 @@ def test_a_prepared_launch_on_a_gpu_refuses_and_goes_into_graphs_and_streams() -
     api.checkpointing_ssu(**expected.kwargs())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(prepared, call)
+        again()
     graph.replay()
     torch.cuda.synchronize()
     assert_same(call.to("cpu"), expected.to("cpu"))
@@ -210,6 +290,6 @@ def test_a_prepared_launch_on_a_gpu_refuses_and_goes_into_graphs_and_streams() -
     with torch.cuda.stream(side):
         torch.cuda._sleep(10_000_000)
         call.x.copy_(x)
-        launch(prepared, call)  # on another stream it would not wait for the new x
+        again()  # on another stream it would not wait for the new x
     side.synchronize()
     assert_same(call.to("cpu"), expected.to("cpu"))

@@ -205,10 +205,10 @@ def test_every_way_to_call_is_timed(cpu_as_gpu: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(host_time, "measure", once)
     rows = host_time.host_times(SMALL, 2, torch.device("cpu"), fakes.H200, seed=0)
     assert [r["what"] for r in rows] == [
-        "eager call, by keyword", "eager call, by position", "prepared launch", "raw kernel call", "table look-up",
-        "a, auto", "b, auto",
+        "eager call, by keyword", "eager call, by position", "prepared launch", "bound launch", "raw kernel call",
+        "table look-up", "a, auto", "b, auto",
     ]  # fmt: skip
-    assert [r.get("failed") for r in rows] == [None] * 6 + ["RuntimeError: no kernel"]
+    assert [r.get("failed") for r in rows] == [None] * 7 + ["RuntimeError: no kernel"]
     assert {r["problem"] for r in rows} == {SMALL.label()}
 
 

@@ -77,6 +77,7 @@ def ways(
         ),
         "eager call, by position": (functools.partial(api.checkpointing_ssu, *named.values()), True),
         "prepared launch": (functools.partial(prepared.launch, *arguments), True),
+        "bound launch": (prepared.bind(*arguments), True),
         "raw kernel call": (functools.partial(prepared.kernel, *arguments), True),
         "table look-up": (functools.partial(tables.choose, problem, batch, target), False),
     }
