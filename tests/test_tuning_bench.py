@@ -355,6 +355,39 @@ def test_all_entrants_race_on_one_cell(on_cpu: BenchRunner) -> None:
     assert found["sets"] >= 16 and found["flush"] == pytest.approx(0.179, abs=0.03)
 
 
+def test_a_two_kernel_peer_is_searched_further(on_cpu: BenchRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(call: calls.Call) -> Callable[[], None]:
+        return lambda: checkpointing_ssu_reference(**call.kwargs())
+
+    def variant(name: str, **choice: Any) -> peers.Variant:
+        return peers.Variant("flashinfer", name, name == "auto", True, step, choice)
+
+    offered = [
+        variant("auto"),
+        variant("slow", algorithm="two-kernel", n=1),
+        variant("quick", algorithm="two-kernel", n=2),
+    ]
+    asked: list[Any] = []
+
+    def refined(problem: Problem, batch: int, device: torch.device, choice: dict[str, Any]) -> list[peers.Variant]:
+        asked.append(choice)
+        return [variant("quick, more")]
+
+    monkeypatch.setattr(peers, "variants", lambda *_: iter(offered))
+    monkeypatch.setattr(peers, "refined", refined)
+    real = BenchRunner._time_variants
+
+    def rated(self: BenchRunner, cell: Any, variants: Any) -> list[dict[str, Any]]:
+        us = {"auto": 5.0, "slow": 9.0, "quick": 4.0, "quick, more": 3.0}
+        return [v | {"time_us": us[v["variant"]]} for v in real(self, cell, variants)]
+
+    monkeypatch.setattr(BenchRunner, "_time_variants", rated)
+    found = on_cpu.cell(SMALL, 4, [0.25] * 4, 4600.0)
+    assert all(choice["n"] == 2 for choice in asked)
+    assert [v["variant"] for v in found["variants"]] == ["auto", "slow", "quick", "quick, more"]
+    assert found["times"]["flashinfer best"]["variant"] == "quick, more"
+
+
 @pytest.mark.gpu
 def test_a_cell_on_the_device(tmp_path: Path) -> None:
     """A small plan from the command line; how fast is for the command to say."""

@@ -39,9 +39,10 @@ class BenchRunner(DeviceRunner):
         with self._guard():
             choice = self.choice(problem, batch)
             errors = self.check(problem.to_json(), choice.config.to_json())
-            variants = self.peers(**where)
-            floor = self.floor(**where, read_gbs=read_gbs)
             cell = self._cell_of(problem, batch, lengths)
+            variants = self.peers(**where)
+            variants += self._time_variants(cell, self.refined(problem, batch, variants))
+            floor = self.floor(**where, read_gbs=read_gbs)
             field = [self.ours(problem, batch), *self.of_peers(problem, batch, variants)]
             field.append(self.of_floor(problem, floor["heads_per_cta"]))
             return {
@@ -87,9 +88,20 @@ class BenchRunner(DeviceRunner):
 
     def of_peers(self, problem: Problem, batch: int, variants: Sequence[Mapping[str, Any]]) -> list[Entrant]:
         """The peers' variants that race, after all of them were timed once."""
-        offered = {(v.peer, v.name): v for v in peers.variants(problem, batch, self.device)}
+        every = [*peers.variants(problem, batch, self.device), *self.refined(problem, batch, variants)]
+        offered = {(v.peer, v.name): v for v in every}
         chosen = finalists(variants)
         return [Entrant(n, v["variant"], offered[v["peer"], v["variant"]].bind) for n, v in chosen.items()]
+
+    def refined(self, problem: Problem, batch: int, variants: Sequence[Mapping[str, Any]]) -> list[peers.Variant]:
+        """More variants around the fastest two-kernel one of those timed; none without one."""
+        choices = {v.name: v.choice for v in peers.variants(problem, batch, self.device)}
+        found = [v for v in variants if choices.get(v["variant"], {}).get("algorithm") == "two-kernel"]
+        timed = [v for v in found if v.get("time_us") is not None]
+        if not timed:
+            return []
+        fastest = min(timed, key=lambda v: v["time_us"])
+        return list(peers.refined(problem, batch, self.device, choices[fastest["variant"]]))
 
     def of_floor(self, problem: Problem, heads_per_cta: int) -> Entrant:
         """The floor kernel in its fastest shape."""

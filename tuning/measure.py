@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from replayssm_cute.target import Target
 
 from . import acceptance, floor_kernel
 from .limit import read_limit
+from .peers import Variant
 from .policy import Policy
 from .slots import Cell, make_cell, slot_sets
 from .timing import Timed, capture, interleave, launch, summary
@@ -132,23 +133,27 @@ class DeviceRunner:
         p = Problem.from_json(problem)
         with self._guard():
             cell = self._cell_of(p, batch, lengths)
-            results = []
-            # no peer has promised to survive NaN in rows that it must not use
-            clean = calls.random_call(p, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
-            for variant in peers.variants(p, batch, self.device):
-                entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
-                try:
-                    if variant.replays:
-                        error = self._errors(clean, variant.run)
-                        entry |= {"out_error": error.out, "state_error": error.state}
-                    timed = capture(variant.run, cell, self.policy)
-                    timed.sample(self.policy.warmups)
-                    entry |= summary(timed.sample(self.policy.replays)) | self._facts(cell, timed)
-                except Exception as e:
-                    torch.cuda.synchronize()  # a sticky error ends this job; any other only this variant
-                    entry["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]
-                results.append(entry)
-            return results
+            return self._time_variants(cell, peers.variants(p, batch, self.device))
+
+    def _time_variants(self, cell: Cell, variants: Iterable[Variant]) -> list[dict[str, Any]]:
+        """Each variant's errors and time on a cell."""
+        results = []
+        # no peer has promised to survive NaN in rows that it must not use
+        clean = calls.random_call(cell.problem, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
+        for variant in variants:
+            entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
+            try:
+                if variant.replays:
+                    error = self._errors(clean, variant.run)
+                    entry |= {"out_error": error.out, "state_error": error.state}
+                timed = capture(variant.run, cell, self.policy)
+                timed.sample(self.policy.warmups)
+                entry |= summary(timed.sample(self.policy.replays)) | self._facts(cell, timed)
+            except Exception as e:
+                torch.cuda.synchronize()  # a sticky error ends this job; any other only this variant
+                entry["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]
+            results.append(entry)
+        return results
 
     # -----------------------------------------------------------------------------------------------
 
