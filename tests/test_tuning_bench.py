@@ -15,7 +15,7 @@ import bench_fakes
 import pytest
 import torch
 from bench_fakes import Runner, canned
-from replayssm_tuning import bench, bench_device, bench_report, cli, measure, peers, plan
+from replayssm_tuning import bench, bench_device, bench_report, cli, measure, pdl, peers, plan, producer_kernel
 from replayssm_tuning.bench_device import BenchRunner
 from replayssm_tuning.bench_results import Bench, finalists, geometric_mean
 from replayssm_tuning.errors import SweepError
@@ -177,6 +177,26 @@ def test_pairs_behind_a_producer_and_a_peer_that_was_not_built_for_them(
         f"{label}: no time of flashinfer best, PDL: RuntimeError: not built" for label in ("verify", "one token")
     ]
     assert "pdl_method" in found.manifest.policy
+
+
+def test_a_peer_that_serves_nothing_is_named_once_a_workload(
+    small: plan.TuningPlan, runner: list[Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Runner.cell
+
+    def cell(self: Runner, *args: Any) -> dict[str, Any]:
+        found = real(self, *args)
+        found["times"] = {n: t for n, t in found["times"].items() if n in ("ours", "floor")}
+        failed = [{k: v for k, v in e.items() if k != "time_us"} for e in found["variants"]]
+        return found | {"variants": [e | {"failed": "RuntimeError: not built"} for e in failed]}
+
+    monkeypatch.setattr(Runner, "cell", cell)
+    found = bench.run(small, tmp_path, console=quiet())
+    missing = "no time of flashinfer: RuntimeError: not built"
+    standard = "one token: no time of flashinfer-standard: RuntimeError: not built"
+    assert found.notes == (f"verify: {missing}", f"one token: {missing}", standard)
+    bench_report.show(found, quiet())
+    assert bench_report.write(found, tmp_path)
 
 
 def test_a_failing_cell_costs_itself(
@@ -353,6 +373,37 @@ def test_all_entrants_race_on_one_cell(on_cpu: BenchRunner) -> None:
     assert [v.get("failed") for v in found["variants"]] == [None, None, "RuntimeError: no kernel for this shape", None]
     assert found["config"] == {"label": TileConfig().label(), "source": "default", "reason": "made up"}
     assert found["sets"] >= 16 and found["flush"] == pytest.approx(0.179, abs=0.03)
+
+
+def test_what_evolves_and_what_follows_a_producer(on_cpu: BenchRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and the peers that replay; the ordinary update does another job."""
+    variants = on_cpu.cell(SMALL, 4, [0.25] * 4, 4600.0)["variants"]
+    asked: list[Any] = []
+
+    def evolve(cell: Any, field: Any, lengths: Any, steps: int, seed: int) -> dict[str, Any]:
+        asked.append(([e.name for e in field], cell.batch, lengths, steps, seed))
+        return {}
+
+    monkeypatch.setattr(bench_device, "evolve", evolve)
+    on_cpu.evolve(SMALL, 4, [0.25] * 4, variants, 100, 7)
+    assert asked == [(["ours", "other default", "other best"], 4, [0.25] * 4, 100, 7)]
+
+    problems: list[bool] = []
+    offer = peers.variants
+    monkeypatch.setattr(peers, "variants", lambda p, *_: problems.append(p.pdl) or offer(p, 4, on_cpu.device))
+    monkeypatch.setattr(producer_kernel, "compile_producer", lambda *_: copy_pairs)
+    monkeypatch.setattr(pdl, "capture", Clock)
+    found = on_cpu.pdl(SMALL, 4, [0.25] * 4, variants)
+    names = ["ours", "other default", "other best"]
+    assert list(found["times"]) == ["producer alone", *names, *(f"{n}, PDL" for n in names)]
+    assert all(t["time_us"] > 0 for t in found["times"].values())
+    assert False in problems and True in problems
+    assert json.loads(json.dumps(found)) == found
+
+
+def copy_pairs(*pairs: torch.Tensor) -> None:
+    for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+        target.copy_(source)
 
 
 def test_a_two_kernel_peer_is_searched_further(on_cpu: BenchRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from replayssm_cute import compiler, tables
 
-from . import evolve, host_time, pdl, peers
+from . import bench_results, evolve, host_time, pdl, peers
 from .bench_device import BenchRunner
 from .bench_results import Bench, BenchCell
 from .errors import SweepError
@@ -163,6 +163,7 @@ class Session:
         cell = BenchCell(workload.label, problem, batch, **found)
         self.cells.append(cell)
         self.say(cell)
+        self.note_missing(cell)
         self.save()
         for name, make in self.beside():
             self.part(f"{workload.label}, batch {batch}, {name}", lambda: self.add(name, workload, batch, make))  # noqa: B023
@@ -191,10 +192,21 @@ class Session:
         found = self.runner.pdl(workload.problem, batch, workload.lengths, self.cells[-1].variants)
         for name, entry in found["times"].items():
             if "failed" in entry:
-                note = f"{workload.label}: no time of {name}: {entry['failed'][:200]}"
-                if note not in self.notes:
-                    self.notes.append(note)
+                self.note(f"{workload.label}: no time of {name}: {entry['failed'][:200]}")
         return found
+
+    def note_missing(self, cell: BenchCell) -> None:
+        """Say once a workload which peer serves none of its variants, and why."""
+        raced = {bench_results.peer_of(name) for name in cell.times}
+        for variant in cell.variants:
+            if variant["peer"] not in raced:
+                self.note(f"{cell.label}: no time of {variant['peer']}: {variant.get('failed', 'unknown')[:200]}")
+                raced.add(variant["peer"])
+
+    def note(self, text: str) -> None:
+        """Something that a reader must know, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def read_gbs(self) -> tuple[float, str]:
         """The streaming limit of this run, and its source."""

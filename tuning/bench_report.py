@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from .bench_results import BEST, DEFAULT, FLOOR, OURS, Bench, geometric_mean
+from .bench_results import DEFAULT, FLOOR, OURS, Bench, geometric_mean, peer_of
 from .plots import INK, LIMIT, MUTED, PEER_COLOURS, STYLE, batch_axis
 from .plots import OURS as OUR_BLUE
 
@@ -222,12 +222,8 @@ def _grid(bench: Bench, title: str, rows: int, columns: int, width: float) -> tu
 
 def _colours(bench: Bench) -> dict[str, str]:
     """A peer's best and its default share a colour; the default is drawn dashed."""
-    bases = list(dict.fromkeys(_base(p) for p in peers_of(bench)))
-    return {p: PEER_COLOURS[bases.index(_base(p)) % len(PEER_COLOURS)] for p in peers_of(bench)}
-
-
-def _base(peer: str) -> str:
-    return peer.removesuffix(DEFAULT).removesuffix(BEST)
+    bases = list(dict.fromkeys(peer_of(p) for p in peers_of(bench)))
+    return {p: PEER_COLOURS[bases.index(peer_of(p)) % len(PEER_COLOURS)] for p in peers_of(bench)}
 
 
 def _pale(colour: str) -> tuple[float, ...]:

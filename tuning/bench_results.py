@@ -139,6 +139,11 @@ def finalists(variants: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, A
     return found
 
 
+def peer_of(entrant: str) -> str:
+    """The peer of an entrant's name."""
+    return entrant.removesuffix(DEFAULT).removesuffix(BEST)
+
+
 def geometric_mean(values: Iterable[float | None]) -> float | None:
     """Of the values that are there; None if there are none."""
     known = [v for v in values if v is not None]
