@@ -97,7 +97,7 @@ def checkpointing_ssu(
     """
     if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
         not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
-    if torch.compiler.is_compiling():
+    if _compiling():
         if config is not None:
             raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
         torch_op.step(
@@ -120,6 +120,7 @@ def checkpointing_ssu(
 
 
 _CHECK = checks.enabled()
+_compiling = torch.compiler.is_compiling  # looked up once: a warm call counts in tenths of a microsecond
 _SIGNATURE = inspect.signature(checkpointing_ssu)
 
 
