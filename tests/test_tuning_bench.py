@@ -232,6 +232,18 @@ def test_a_dead_gpu_ends_the_run_and_what_was_measured_is_kept(
     assert [c.batch for c in Bench.load(tmp_path / "peers.json").cells] == [1]
 
 
+def test_a_gpu_that_dies_beside_a_cell_ends_the_run_too(
+    small: plan.TuningPlan, runner: list[Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evolve(*_: Any) -> dict[str, Any]:
+        raise Poisoned("illegal memory access")
+
+    monkeypatch.setattr(Runner, "evolve", evolve)
+    with pytest.raises(SweepError, match="batch 1, evolved: the GPU answers nothing more"):
+        bench.run(small, tmp_path, options=bench.Options(evolve=9), console=quiet())
+    assert [c.batch for c in Bench.load(tmp_path / "peers.json").cells] == [1]
+
+
 def test_a_budget_that_ends_leaves_cells_out_and_says_so(
     small: plan.TuningPlan, runner: list[Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,11 +105,11 @@ class Session:
         """Compile what the cells will run, in parallel; a failure shows when its cell does."""
         target = self.runner.target
         items = [(w.problem, tables.choose(w.problem, b, target).config, target) for w, b in self.workloads()]
+        if self.options.pdl:
+            items += [(dataclasses.replace(p, pdl=True), c, t) for p, c, t in items]
         if self.options.host:
             problem = self.plan.workloads[0].problem
             items += [(problem, c, target) for c in tables.candidates(problem, target)]
-        if self.options.pdl:
-            items += [(dataclasses.replace(p, pdl=True), c, t) for p, c, t in items]
         items = list(dict.fromkeys(items))
         with Steps(self.console, "compile", len(items), self.budget) as steps:
             compiler.compile_many(items, workers, lambda done, *_: steps.step(done.item[1].label()))
@@ -134,13 +134,13 @@ class Session:
         """One part of the measurements; one that fails costs itself and is noted."""
         try:
             measure()
-        except RuntimeError as e:
-            if isinstance(e, Poisoned):
-                self.notes.append(f"{what}: {e}")
-                self.save()
-                raise SweepError(f"{what}: the GPU answers nothing more: {e}; {self.out / RESULTS} has the rest") from e
-            self.failed(what, e)
-        except (ValueError, TypeError, NotImplementedError) as e:
+        except SweepError:  # of a part of this part
+            raise
+        except Poisoned as e:
+            self.notes.append(f"{what}: {e}")
+            self.save()
+            raise SweepError(f"{what}: the GPU answers nothing more: {e}; {self.out / RESULTS} has the rest") from e
+        except (RuntimeError, ValueError, TypeError) as e:
             self.failed(what, e)
 
     def failed(self, what: str, error: Exception) -> None:
