@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from .api import checkpointing_ssu, explain, prepare, use_tables
     from .cache import CacheSpec, LogicalState, ReplayCache, slots_that_fit
     from .config import TileConfig
+    from .graphs import DecodeGraphs, GraphInput, NotCaptured
     from .plan import Plan
     from .problem import Problem
     from .ring import commit
 
 _HOME = {
     "CacheSpec": "cache",
+    "DecodeGraphs": "graphs",
+    "GraphInput": "graphs",
     "LogicalState": "cache",
+    "NotCaptured": "graphs",
     "Plan": "plan",
     "Problem": "problem",
     "ReplayCache": "cache",
@@ -38,7 +42,10 @@ _HOME = {
 
 __all__ = [
     "CacheSpec",
+    "DecodeGraphs",
+    "GraphInput",
     "LogicalState",
+    "NotCaptured",
     "Plan",
     "Problem",
     "ReplayCache",

@@ -328,24 +328,35 @@ def run_kernel(recipe: CacheRecipe, args: tuple[Any, ...], touched: list[torch.T
 
 
 class EmulatedLaunches(Launches):
-    """A cache's launches on CPU tensors; counts them."""
+    """A cache's launches on CPU tensors; `launched` lists them."""
 
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache.spec, cache.layers, cache._shared, cache.pad_slot_id)
-        self._owned = [t for layer in cache.layers for t in (layer.state, layer.x_cache, layer.B_cache, layer.dt_cache)]
-        self._vectors: list[torch.Tensor] = []
+    def __init__(self, spec: Any, layers: Any, shared: Any, pad_slot_id: int) -> None:
+        super().__init__(spec, layers, shared, pad_slot_id)
+        self._owned = [t for each in layers for t in (each.state, each.x_cache, each.B_cache, each.dt_cache)]
+        self._given: list[torch.Tensor] = []  # whose addresses the kernels get as numbers
         self.launched: list[str] = []
+
+    def reset(self, slots: torch.Tensor, zero_state: bool) -> None:
+        self._given = [slots]
+        super().reset(slots, zero_state)
+
+    def _advance(self, slots: Any, accepted: Any, lens: Any, **flags: int) -> None:
+        self._given = [slots, accepted, slots if lens is None else lens]
+        super()._advance(slots, accepted, lens, **flags)
+
+    def _plan(self, src: Any, dst: Any, count: Any, whole: int) -> torch.Tensor:
+        self._given = [src, dst, count]
+        return super()._plan(src, dst, count, whole)
 
     def _launch(self, recipe: CacheRecipe, *args: Any) -> None:
         self.launched.append(recipe.kind)
-        run_kernel(recipe, args, [*self._owned, *self._vectors])
+        run_kernel(recipe, args, [*self._owned, *self._given])
 
 
 @contextlib.contextmanager
-def emulated(cache: Any, *vectors: torch.Tensor) -> Iterator[EmulatedLaunches]:
-    """Give a CPU cache the kernels in place of its torch operations; `vectors` are the calls' slots and counts."""
-    launches, before = EmulatedLaunches(cache), cache._ops
-    launches._vectors = list(vectors)
+def emulated(cache: Any) -> Iterator[EmulatedLaunches]:
+    """Give a CPU cache the kernels in place of its torch operations."""
+    launches, before = EmulatedLaunches(cache.spec, cache.layers, cache._shared, cache.pad_slot_id), cache._ops
     cache._ops = launches
     try:
         yield launches

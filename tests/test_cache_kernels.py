@@ -20,7 +20,7 @@ from oracle import as_array
 from test_cache_materialize import CYCLES, SPECS, expected_moves, filled, folded
 
 from replayssm_cute import compiler, fingerprint, resources, target
-from replayssm_cute.cache import CacheSpec, ReplayCache, recipes
+from replayssm_cute.cache import CacheSpec, ReplayCache, proof, recipes
 from replayssm_cute.cache.launches import Launches, _vector
 from replayssm_cute.cache.recipes import CacheRecipe
 from replayssm_cute.cache.shapes import BytesShape, FoldShape
@@ -66,7 +66,7 @@ def test_cursor_kernel_is_the_torch_path_bit_for_bit(kinds: tuple[torch.dtype, .
         ]
         name = rng.choice(list(CURSOR_OPS))
         CURSOR_OPS[name](model, *vectors)
-        with emulated(real, *vectors) as launches:
+        with emulated(real) as launches:
             CURSOR_OPS[name](real, *vectors)
         assert launches.launched == ["cursors"]
         assert_unchanged(real, snapshot(model))
@@ -77,7 +77,7 @@ def test_reset_zeroes_live_checkpoints_and_cursors_alone() -> None:
     model = filled(SPECS[0], 3, open_windows=True)
     slots = torch.tensor([2, -1, 4, 0])
     model.reset(slots)
-    with emulated(cache, slots) as launches:
+    with emulated(cache) as launches:
         cache.reset(slots)
     assert launches.launched == ["reset"]
     assert_unchanged(cache, snapshot(model))
@@ -184,7 +184,7 @@ def check_materialize(spec: CacheSpec, rows: list[tuple[int, int, int]]) -> None
             layer.state[slot] = float("nan")  # destinations that are no sources
     old = snapshot(cache)
     vectors = [torch.tensor([row[k] for row in rows], dtype=torch.int64) for k in range(3)]
-    with emulated(cache, *vectors) as launches:
+    with emulated(cache) as launches:
         cache.materialize(*vectors)
     assert launches.launched == ["move plan", "fold"]
     live, now = expected_moves(rows), snapshot(cache)
@@ -259,7 +259,7 @@ def test_copy_kernel_moves_whole_slots(rows: list[tuple[int, int, int]]) -> None
     cache = filled(spec, 5, open_windows=True)
     old = snapshot(cache)
     vectors = [torch.tensor([row[k] for row in rows], dtype=torch.int32) for k in range(2)]
-    with emulated(cache, *vectors) as launches:
+    with emulated(cache) as launches:
         cache.copy(*vectors)
     assert launches.launched == ["move plan", "copy"]
     live = expected_moves(rows)
@@ -286,7 +286,7 @@ def test_slots_in_a_page_pool_and_gaps_untouched() -> None:
         c.pnat.copy_(torch.tensor([3, 5, 0]))
     vectors = [torch.tensor([1, 0]), torch.tensor([2, 1]), torch.tensor([4, 2])]
     own.materialize(*vectors)
-    with emulated(cache, *vectors):
+    with emulated(cache):
         cache.materialize(*vectors)
     for layer, other in zip(cache.layers, own.layers, strict=True):
         torch.testing.assert_close(layer.state, other.state, rtol=1e-6, atol=1e-7)
@@ -400,7 +400,7 @@ def test_a_capture_before_prepare_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 def test_too_many_rows_for_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(SPECS[0], 1)
-    launches = EmulatedLaunches(cache)
+    launches = EmulatedLaunches(cache.spec, cache.layers, cache._shared, -1)
     many = torch.full((65536,), -1)
     for call in (lambda: launches.reset(many, True), lambda: launches.copy(many, many)):
         with pytest.raises(ValueError, match="got 65536 rows, expected at most 65535"):
@@ -447,3 +447,53 @@ def test_exported_kernels_are_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         compiler.entry_of(recipes.CURSORS, target.named("h200"))
     assert compiler.counters() == compiler.Counters(compiled=1, disk=1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The self-check of these kernels
+# ---------------------------------------------------------------------------------------------------
+
+TINY = CacheSpec(layers=1, heads=1, head_dim=64, d_state=64, groups=1, tokens=2, window=3)
+
+
+@pytest.fixture
+def provable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "Launches", EmulatedLaunches)
+    monkeypatch.setattr(proof, "_proven", set())
+
+
+@pytest.mark.parametrize("state_dtype", ["f32", "bf16"])
+def test_right_kernels_are_proven_once(provable: None, state_dtype: str) -> None:
+    spec = dataclasses.replace(TINY, state_dtype=state_dtype)
+    assert proof.prove(spec, torch.device("cpu")) == 5
+    assert proof.prove(dataclasses.replace(spec, layers=9), torch.device("cpu")) == 0
+
+
+def test_the_switch_of_self_checks_serves_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    assert proof.prove(TINY, torch.device("cpu")) == 0
+
+
+WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "commit": lambda patch: patch.setattr(MODULES["cursors"], "flushes", lambda pnat, ran, W: pnat + ran >= W),
+    "materialize": lambda patch: patch.setattr(
+        MODULES["fold"].FoldKernel, "ring_row", lambda self, move, at: min(at, move.count - 1)
+    ),
+    "copy": lambda patch: patch.setattr(
+        MODULES["moves"].MovePlanKernel, "relate", lambda self, records, r, batch: None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", ["commit", "materialize"])
+def test_wrong_kernels_are_found(operation: str, provable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    WRONG[operation](monkeypatch)
+    with pytest.raises(RuntimeError, match=rf"self-check: the cache's {operation}.* gave wrong values in "):
+        proof.prove(TINY, torch.device("cpu"))
+
+
+def test_a_plan_without_an_order_is_found(provable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a cycle that are taken for free ones overwrite what is still to be read."""
+    WRONG["copy"](monkeypatch)
+    with pytest.raises(RuntimeError, match="self-check: the cache's materialize gave wrong values in state"):
+        proof.prove(TINY, torch.device("cpu"))

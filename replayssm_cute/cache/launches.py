@@ -80,6 +80,12 @@ class Launches:
         self.materialize(padding, padding, padding)
         self.copy(padding, padding)
 
+    def prove(self) -> int:
+        """Compare the kernels with the torch operations; see `proof.prove`."""
+        from .proof import prove
+
+        return prove(self.spec, self.device)
+
     # -----------------------------------------------------------------------------------------------
 
     def _advance(

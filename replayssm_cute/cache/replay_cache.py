@@ -163,12 +163,30 @@ class ReplayCache:
         self.A[layer].copy_(A)
         self._decays.add(layer)
 
+    @property
+    def has_decays(self) -> bool:
+        """Whether A of every layer was given, which materialize needs."""
+        return len(self._decays) == self.spec.layers
+
     def prepare(self) -> None:
         """Make every kernel of this cache's operations ready, before a graph capture; `warmup` does it too.
 
         Compiles or loads them and puts their code on the device. No slot is touched. Does nothing on the CPU.
         """
         self._ops.prepare()
+
+    def prove(self) -> int:
+        """Compare this cache's kernels with the torch operations on this GPU, once per process and shape.
+
+        On a small cache of random content, so that no slot is touched. Does nothing on the CPU.
+
+        Returns:
+            The number of kernels that were compared now.
+
+        Raises:
+            RuntimeError: if one is wrong, naming the operation and the tensor.
+        """
+        return self._ops.prove()
 
     # -----------------------------------------------------------------------------------------------
     # A step

@@ -78,6 +78,10 @@ class TorchOps:
     def prepare(self) -> None:
         """Torch operations need no preparation."""
 
+    def prove(self) -> int:
+        """They are what kernels are compared with."""
+        return 0
+
     # -----------------------------------------------------------------------------------------------
 
     def _rows(self, slots: torch.Tensor) -> tuple[Rows, torch.Tensor]:
