@@ -14,28 +14,39 @@ from .warmup import warmup
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import checkpointing_ssu, explain, use_tables
+    from .api import checkpointing_ssu, explain, prepare, use_tables
     from .cache import CacheSpec, LogicalState, ReplayCache, slots_that_fit
     from .config import TileConfig
+    from .graphs import DecodeGraphs, GraphInput, NotCaptured
+    from .plan import Plan
     from .problem import Problem
     from .ring import commit
 
 _HOME = {
     "CacheSpec": "cache",
+    "DecodeGraphs": "graphs",
+    "GraphInput": "graphs",
     "LogicalState": "cache",
+    "NotCaptured": "graphs",
+    "Plan": "plan",
     "Problem": "problem",
     "ReplayCache": "cache",
     "TileConfig": "config",
     "checkpointing_ssu": "api",
     "commit": "ring",
     "explain": "api",
+    "prepare": "api",
     "slots_that_fit": "cache",
     "use_tables": "api",
 }
 
 __all__ = [
     "CacheSpec",
+    "DecodeGraphs",
+    "GraphInput",
     "LogicalState",
+    "NotCaptured",
+    "Plan",
     "Problem",
     "ReplayCache",
     "TileConfig",
@@ -43,6 +54,7 @@ __all__ = [
     "checkpointing_ssu",
     "commit",
     "explain",
+    "prepare",
     "slots_that_fit",
     "use_tables",
     "warmup",

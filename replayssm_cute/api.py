@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from . import checks, compiler, plan, tables, torch_op
+from .calls import Call
 from .config import TileConfig
-from .problem import Problem, from_tensors, not_served
+from .problem import Problem, not_served
 from .reference import checkpointing_ssu_reference
 from .target import Target, named
 
@@ -95,7 +97,7 @@ def checkpointing_ssu(
     """
     if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
         not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
-    if torch.compiler.is_compiling():
+    if _compiling():
         if config is not None:
             raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
         torch_op.step(
@@ -103,50 +105,113 @@ def checkpointing_ssu(
             dt_bias, dt_softplus, state_batch_indices, pad_slot_id, enable_pdl,
         )  # fmt: skip
         return out
+    arguments = (
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+        state_batch_indices, pad_slot_id,
+    )  # fmt: skip
     if isinstance(state, torch.Tensor) and state.is_cuda:
         if _CHECK and not compiler.capturing():
-            problem = from_tensors(
-                state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-                dt_bias, dt_softplus, state_batch_indices, enable_pdl,
-            )  # fmt: skip
-            _check_values(problem, x, ring_start, prev_num_accepted_tokens, state_batch_indices, pad_slot_id)
-        return plan.run(
-            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, dt_softplus, state_batch_indices, pad_slot_id, enable_pdl, config,
-        )  # fmt: skip
-    problem = from_tensors(
-        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-        dt_bias, dt_softplus, state_batch_indices, enable_pdl,
-    )  # fmt: skip
-    if state.device.type != "cpu":
-        raise ValueError(f"state: on device {state.device}, expected a CUDA device or the CPU")
-    if config is not None and not isinstance(config, TileConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected TileConfig or None")
-    _check_values(problem, x, ring_start, prev_num_accepted_tokens, state_batch_indices, pad_slot_id)
-    # Kernels write tensors of any mode; inference mode is the only one in which torch does too.
-    with torch.inference_mode():
-        return checkpointing_ssu_reference(
-            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, dt_softplus, state_batch_indices, pad_slot_id,
-        )  # fmt: skip
+            call = plan.as_call(arguments, dt_softplus)
+            _check_values(call, plan.checked_problem(call, enable_pdl))
+        return plan.run(arguments, dt_softplus, enable_pdl, config)
+    call = plan.as_call(arguments, dt_softplus)
+    _run_reference(call, _reference_problem(call, enable_pdl, config))
+    return out
 
 
 _CHECK = checks.enabled()
+_compiling = torch.compiler.is_compiling  # looked up once: a warm call counts in tenths of a microsecond
 _SIGNATURE = inspect.signature(checkpointing_ssu)
 
 
-def _check_values(
-    problem: Problem,
-    x: torch.Tensor,
-    ring_start: torch.Tensor,
-    pnat: torch.Tensor,
-    slots: torch.Tensor | None,
-    pad_slot_id: int,
-) -> None:
-    plan.check_pad_slot_id(pad_slot_id)
+def _reference_problem(call: Call, enable_pdl: bool, config: object) -> Problem:
+    """The problem of a call on the CPU, after every check of it but those of values."""
+    problem = plan.checked_problem(call, enable_pdl)
+    if call.state.device.type != "cpu":
+        raise ValueError(f"state: on device {call.state.device}, expected a CUDA device or the CPU")
+    if config is not None and not isinstance(config, TileConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected TileConfig or None")
+    return problem
+
+
+def _check_values(call: Call, problem: Problem) -> None:
     checks.check_values(
-        ring_start, pnat, slots, pad_slot_id, batch=x.shape[0], tokens=problem.tokens, window=problem.window
+        call.ring_start,
+        call.prev_num_accepted_tokens,
+        call.state_batch_indices,
+        call.pad_slot_id,
+        batch=call.x.shape[0],
+        tokens=problem.tokens,
+        window=problem.window,
     )
+
+
+def _run_reference(call: Call, problem: Problem) -> None:
+    """Run a checked call on the CPU, once its slots and cursors are seen to be in range."""
+    _check_values(call, problem)
+    # Kernels write tensors of any mode; inference mode is the only one in which torch does too.
+    with torch.inference_mode():
+        checkpointing_ssu_reference(**call.kwargs())
+
+
+def prepare(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    prev_num_accepted_tokens: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    state_scale: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    philox_rounds: int = 10,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    enable_pdl: bool = False,
+    config: TileConfig | None = None,
+) -> plan.Plan:
+    """Check a call and load its kernel, without running it: for launches that cost the host as little as can be.
+
+    Takes exactly the arguments of `checkpointing_ssu`, which documents them. `Plan.launch` of the result runs the
+    step, on these tensors or on others like them; it documents what it checks and what it takes on trust. The plan
+    holds no tensors, and keeps its config: tables named later do not change it.
+
+    Nothing is written. The first plan of a problem compiles or loads its kernels and checks them, as a first call
+    does, so that a plan made before a graph capture may be launched in it.
+
+    Raises:
+        As `checkpointing_ssu` for the same arguments, less the checks of slots and cursors.
+    """
+    not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
+    arguments = (
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+        state_batch_indices, pad_slot_id,
+    )  # fmt: skip
+    call = plan.as_call(arguments, dt_softplus)
+    if isinstance(state, torch.Tensor) and state.is_cuda:
+        return plan.make(plan.checked_problem(call, enable_pdl), x.shape[0], state.get_device(), config)
+    problem = _reference_problem(call, enable_pdl, config)
+
+    def checked_reference(*arguments: Any) -> None:
+        call = plan.as_call(arguments, dt_softplus)
+        given = _reference_problem(call, enable_pdl, None)
+        if given != problem:
+            raise ValueError("a call of another problem")  # Plan.launch says in what
+        _run_reference(call, given)
+
+    return plan.Plan(problem, x.shape[0], None, None, checked_reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +292,9 @@ def explain(
         bound = _SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        names = ("state_scale", "rand_seed", "cu_seqlens", "max_seqlen")
-        not_served(*(given[n] for n in names))
-        skipped = (*names, "philox_rounds", "pad_slot_id", "config")
-        problem = plan.problem_of(**{k: v for k, v in given.items() if k not in skipped})
+        not_served(*(given[n] for n in ("state_scale", "rand_seed", "cu_seqlens", "max_seqlen")))
+        call = Call(**{f.name: given[f.name] for f in dataclasses.fields(Call)})
+        problem = plan.problem_of(call, given["enable_pdl"])
         batch, config = given["x"].shape[0], given["config"]
         if given["state"].is_cuda:
             device = given["state"].get_device()

@@ -197,10 +197,11 @@ def capturing() -> bool:
 
 def capture_error(problem: Problem, config: TileConfig, batch: int | None) -> RuntimeError:
     """The error of a call that would need a step kernel prepared while a graph is captured."""
-    return _capture_error(StepRecipe(problem, config), batch)
+    return not_ready(StepRecipe(problem, config), batch)
 
 
-def _capture_error(recipe: Recipe, batch: int | None) -> RuntimeError:
+def not_ready(recipe: Recipe, batch: int | None = None) -> RuntimeError:
+    """The error of a call that would need a kernel prepared while a graph is captured."""
     rows = "" if batch is None else f", batch {batch}"
     return RuntimeError(
         f"the kernel for {recipe.label()}{rows} is not ready, and a CUDA graph is being captured: nothing can be "
@@ -232,11 +233,6 @@ def clear_memory() -> None:
         _unsaved.clear()
 
 
-def loaded(recipe: Recipe, target: Target) -> bool:
-    """Whether this process holds the kernel already."""
-    return (recipe, target.arch) in _memory
-
-
 def get(problem: Problem, config: TileConfig, target: Target, *, batch: int | None = None) -> Kernel:
     """The step kernel of (problem, config) for `target`: see `load`, whose errors it raises.
 
@@ -263,7 +259,7 @@ def load(recipe: Recipe, target: Target, *, batch: int | None = None) -> Kernel:
         _counts["memory"] += 1
         return kernel
     if capturing():
-        raise _capture_error(recipe, batch)
+        raise not_ready(recipe, batch)
     with _lock:
         if name in _memory:  # another thread was faster
             _counts["memory"] += 1

@@ -17,6 +17,8 @@ from . import checks, ring
 from .problem import Problem
 
 if TYPE_CHECKING:  # the rest is imported when warmup runs: see the package's __init__
+    from .cache import ReplayCache
+    from .cache.exercise import CacheCoverage, Exercise
     from .calls import Call
     from .compiler import Counters
     from .config import TileConfig
@@ -42,8 +44,9 @@ class Coverage:
     Attributes:
         device: name of the GPU.
         covered: every problem at every batch size; `decoded` counts the steps run there.
-        kernels: every kernel that is ready now, those of other batch sizes included.
+        kernels: every step kernel that is ready now, those of other batch sizes included.
         verified: self-checks run in this call; the other kernels had passed before, on this GPU and driver.
+        cache: what was done on the cache, if one was given.
         counters: where the kernels came from during this call.
         seconds: how long it took.
     """
@@ -52,6 +55,7 @@ class Coverage:
     covered: list[Covered] = field(default_factory=list)
     kernels: list[tuple[Problem, TileConfig]] = field(default_factory=list)
     verified: int = 0
+    cache: CacheCoverage | None = None
     counters: Counters | None = None
     seconds: float = 0.0
 
@@ -63,6 +67,8 @@ class Coverage:
             f"{sum(x.decoded for x in self.covered)} steps, {self.seconds:.1f} s"
         ]
         lines += [f"  {x.problem.label()} batch {x.batch}: {x.config.label()} ({x.source})" for x in self.covered]
+        if self.cache is not None:
+            lines.append(str(self.cache))
         return "\n".join(lines)
 
 
@@ -70,6 +76,7 @@ def warmup(
     problems: Iterable[Problem],
     batches: Iterable[int],
     *,
+    cache: ReplayCache | None = None,
     device: torch.device | str | int | None = None,
     tensors: Callable[[Problem, int], Call] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -85,21 +92,26 @@ def warmup(
     Args:
         problems: what will be called (see `Problem`; `explain(...).problem` gives a call's own).
         batches: batch sizes, for example those that graphs are captured for.
-        device: the CUDA device; default the current one.
-        tensors: gives the caller's own tensors for (problem, batch), a `Call` whose slots are real, distinct and not
-            the null slot; everything touched is restored bit for bit, whatever happens. Cursors, state and rings of
-            these slots and `out` are saved meanwhile. None uses scratch tensors of a few rows.
+        cache: a cache that steps of all these problems run on. Its own kernels are made ready too and compared with
+            the torch operations once per process; the dummy decodes, and every operation of the cache, then run on real
+            slots of it, not the null slot. Every byte is restored, and a digest of the whole cache compared before and
+            after. Meanwhile 8 slots of a layer, or two of all layers, are kept aside.
+        device: the CUDA device; default the cache's, or the current one.
+        tensors: in place of a cache, gives the caller's own tensors for (problem, batch), a `Call` whose slots are
+            real, distinct and not the null slot; everything touched is restored bit for bit, whatever happens. Cursors,
+            state and rings of these slots and `out` are saved meanwhile. Without either, scratch tensors of a few rows.
         progress: called with a line of text as work proceeds.
 
     Raises:
-        RuntimeError: if every kernel for a problem gives wrong numbers, if a graph is being captured, or without a
-            usable GPU.
+        RuntimeError: if every kernel for a problem gives wrong numbers or a kernel of the cache does, if a byte of
+            the cache changed, if a graph is being captured, or without a usable GPU.
         TypeError: for arguments of wrong types.
-        ValueError: for an invalid batch, or if `tensors` gives a call of another problem, batch or device.
+        ValueError: for an invalid batch, if a problem does not fit the cache, or if `tensors` gives a call of another
+            problem, batch or device.
     """
     from . import compiler, plan, selfcheck, tables
 
-    index = _device_index(device)
+    index = _device_index(_cache_device(cache, device, tensors))
     if compiler.capturing():
         raise RuntimeError("warmup was called during a CUDA graph capture; call it before the capture")
     problems, batches = _listed("problems", problems), _listed("batches", batches)
@@ -110,6 +122,8 @@ def warmup(
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise ValueError(f"batches: got {batch!r}, expected positive ints")
     problems, batches = list(dict.fromkeys(problems)), sorted(set(batches))
+    if cache is not None:
+        _check_cache(cache, problems, index)
     try:
         target = plan.device_target(index)
     except (AssertionError, RuntimeError) as error:  # torch's own words name no way out
@@ -118,7 +132,7 @@ def warmup(
     coverage = Coverage(target.name)
     start, before, checked = time.perf_counter(), compiler.counters(), selfcheck.count()
 
-    with plan.on_device(index):
+    with plan.on_device(index), _exercised(cache, coverage, say) as exercise:
         for problem in problems:
             say(f"{problem.label()}: preparing")
             plan.prepare(problem, index)
@@ -127,7 +141,9 @@ def warmup(
             coverage.kernels += [(problem, config) for config in configs if plan.touch(problem, config, index)]
             for batch, choice in choices.items():
                 say(f"{problem.label()}: decoding at batch {batch}")
-                if tensors is None:
+                if exercise is not None:
+                    decoded = exercise.decode(problem, batch)
+                elif tensors is None:
                     call = plan.scratch_call(problem, plan.tensor_device(index), min(batch, SCRATCH_ROWS))
                     decoded = _decode(call, problem, choice.config)
                 else:
@@ -143,6 +159,50 @@ def warmup(
     coverage.verified = selfcheck.count() - checked
     coverage.seconds = time.perf_counter() - start
     return coverage
+
+
+def _cache_device(
+    cache: ReplayCache | None, device: torch.device | str | int | None, tensors: object
+) -> torch.device | str | int | None:
+    """The device to warm up: as given, else the cache's."""
+    from .cache import ReplayCache
+
+    if cache is None:
+        return device
+    if not isinstance(cache, ReplayCache):
+        raise TypeError(f"cache: got {type(cache).__name__}, expected ReplayCache")
+    if tensors is not None:
+        raise ValueError("tensors: got some beside a cache, expected one of them: the cache has tensors of its own")
+    return cache.device if device is None else device
+
+
+def _check_cache(cache: ReplayCache, problems: list[Problem], index: int) -> None:
+    from . import plan
+    from .cache.exercise import fits
+
+    if cache.device != plan.tensor_device(index):
+        raise ValueError(f"cache: on device {cache.device}, expected {plan.tensor_device(index)}")
+    for problem in problems:
+        if why := fits(cache, problem):
+            raise ValueError(f"problems: {problem.label()} does not fit the cache: {why}")
+
+
+@contextlib.contextmanager
+def _exercised(cache: ReplayCache | None, coverage: Coverage, say: Callable[[str], None]) -> Iterator[Exercise | None]:
+    """Prepare, prove and exercise a cache; between, its slots are there for decodes."""
+    if cache is None:
+        yield None
+        return
+    from .cache.exercise import Exercise
+
+    say("cache: preparing")
+    cache.prepare()
+    with Exercise(cache) as exercise:
+        coverage.cache = exercise.coverage
+        coverage.cache.verified = cache.prove()
+        yield exercise
+        say("cache: moving slots")
+        exercise.move()
 
 
 def _listed(name: str, values: object) -> list[Any]:
@@ -179,11 +239,7 @@ def _device_index(device: torch.device | str | int | None) -> int:
 def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:
     from . import plan
 
-    got = plan.problem_of(
-        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens, call.x,
-        call.dt, call.A, call.B, call.C, call.out, call.D, call.z, call.dt_bias, call.dt_softplus,
-        call.state_batch_indices, problem.pdl,
-    )  # fmt: skip
+    got = plan.problem_of(call, problem.pdl)
     if got != problem:
         raise ValueError(f"tensors: got a call of {got}, expected {problem}")
     if call.x.shape[0] != batch:

@@ -72,6 +72,7 @@ def cpu_as_gpu(fake_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(plan, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(plan, "tensor_device", lambda index: torch.device("cpu"))
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_last", (None, None))
     monkeypatch.setattr(selfcheck, "gpu", lambda index: GPU)
     monkeypatch.setattr(selfcheck, "_verdicts", {})
     selfcheck._say.cache_clear()

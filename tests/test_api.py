@@ -231,12 +231,10 @@ def test_use_tables_changes_what_runs(cpu_as_gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     tables.write(path, table({SMALL: [cell(8, TileConfig(head_split=2))]}))
     call = random_call(SMALL, 2)
-    arguments = call.kwargs()
-    pad, slots = arguments.pop("pad_slot_id"), arguments.pop("state_batch_indices")
     for paths, config in (([], TileConfig()), ([path], TileConfig(head_split=2)), ([], TileConfig())):
         replayssm_cute.use_tables(paths)
-        plan.run(*arguments.values(), slots, pad, False, None)
-        assert [p.config for p in (q.choice for q in plan._plans.values())] == [config]
+        plan.run(plan.kernel_args(call), call.dt_softplus, False, None)
+        assert [p.choice and p.choice.config for p in plan._plans.values() if p] == [config]
 
 
 # ---- the package -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bad_inputs
 import fakes
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pretend_cuda import Pretend
 from replayssm_cute import api, compiler, plan, tables
 from replayssm_cute.calls import Call, random_call
 from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 fake_compiler = fakes.fake_compiler
@@ -24,16 +26,31 @@ cpu_as_gpu = fakes.cpu_as_gpu
 
 
 def run(call: Call, *, pdl: bool = False, config: TileConfig | None = None) -> torch.Tensor:
-    k = call.kwargs()
-    pad = k.pop("pad_slot_id")
-    slots = k.pop("state_batch_indices")
-    return plan.run(*k.values(), slots, pad, pdl, config)
+    return plan.run(plan.kernel_args(call), call.dt_softplus, pdl, config)
 
 
 def strided(call: Call) -> Call:
     """The same call with A's heads two elements apart: no longer compact."""
     call.A = call.A.repeat_interleave(2, 0)[::2, :1, :1].expand(call.A.shape)
     return call
+
+
+def plans() -> list[plan.Plan]:
+    return [p for p in plan._plans.values() if p is not None]
+
+
+@pytest.fixture
+def checking(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake kernels refuse the calls of other problems, as `TestKernelChecks` sees it of real ones."""
+    real = fakes.FakeKernel.__call__
+
+    def checked(self: fakes.FakeKernel, *args: Any) -> None:
+        got = plan.problem_of(plan.as_call(args, self.problem.dt_softplus), self.problem.pdl)
+        if got not in (self.problem, dataclasses.replace(self.problem, compact=True)):
+            raise ValueError("Mismatched Tensor on argument #3")
+        real(self, *args)  # a kernel that is not compact takes what a compact one does
+
+    monkeypatch.setattr(fakes.FakeKernel, "__call__", checked)
 
 
 def launches() -> int:
@@ -75,7 +92,7 @@ def test_first_call_prepares_every_config_of_the_tables(cpu_as_gpu: None) -> Non
     assert compiler.counters().compiled == compiled == len(candidates)
 
 
-def test_other_problem_flags_get_plans_of_their_own(cpu_as_gpu: None) -> None:
+def test_other_problem_flags_get_plans_of_their_own(checking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[dict[str, Any]] = [
         {"has_z": True}, {"dt_softplus": False}, {"d_dtype": None}, {"dt_bias_dtype": None}, {"index_dtype": "i64"},
         {"index_dtype": None}, {"state_dtype": "bf16"}, {"dt_dtype": "f32"}, {"a_dtype": "bf16"}, {"pdl": True},
@@ -83,39 +100,48 @@ def test_other_problem_flags_get_plans_of_their_own(cpu_as_gpu: None) -> None:
         {"tokens": 1}, {"groups": 4}, {"heads": 8}, {"d_state": 128}, {"head_dim": 128},
     ]  # fmt: skip
     problems = [SMALL, *(dataclasses.replace(SMALL, **change) for change in changes)]
-    for problem in problems:
-        run(random_call(problem, 2), pdl=problem.pdl)
-    run(strided(random_call(SMALL, 2)))
     problems.append(dataclasses.replace(SMALL, compact=False))
-    assert [p.problem for p in plan._plans.values()] == problems
+    served: list[Problem] = []
+    real = fakes.FakeKernel.__call__
+
+    def noted(self: fakes.FakeKernel, *args: Any) -> None:
+        real(self, *args)
+        served.append(self.problem)
+
+    monkeypatch.setattr(fakes.FakeKernel, "__call__", noted)
+    for _ in range(2):
+        for problem in problems:
+            call = random_call(problem, 2)
+            run(call if problem.compact else strided(call), pdl=problem.pdl)
+            assert served[-1] == problem
+    before = len(plan._plans)
+    monkeypatch.setattr(plan, "make", lambda *_: pytest.fail("a plan was made again"))
+    for problem in problems:  # of those that share a signature too, each has its plan by now
+        call = random_call(problem, 2)
+        run(call if problem.compact else strided(call), pdl=problem.pdl)
+        assert served[-1] == problem
+    assert len(plan._plans) == before
 
 
-def test_problems_that_share_a_signature_get_their_own_kernels(
-    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_that_share_a_signature_get_their_own_kernels(checking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page pool can hide a ring length: the same strides, another R. The kernel's own checks tell them apart."""
     calls = []
-    for problem in (SMALL, dataclasses.replace(SMALL, window=5)):
+    for problem in (SMALL, dataclasses.replace(SMALL, window=5), dataclasses.replace(SMALL, window=6)):
         call = random_call(problem, 2)
         for name, rows in (("x_cache", 2), ("B_cache", 2), ("dt_cache", 2)):
             t = getattr(call, name)
             pool = torch.zeros(*t.shape[:rows], 16, *t.shape[rows + 1 :], dtype=t.dtype)
             setattr(call, name, pool[:, :, : t.shape[2]])
         calls.append(call)
-    real = fakes.FakeKernel.__call__
-
-    def checked(self: fakes.FakeKernel, *args: Any) -> None:
-        if args[1].shape[2] != self.problem.ring_rows:
-            raise ValueError("Mismatched x_cache.shape[2]")
-        real(self, *args)
-
-    monkeypatch.setattr(fakes.FakeKernel, "__call__", checked)
     for call in (*calls, *calls):
         expected = call.clone()
         checkpointing_ssu_reference(**expected.kwargs())
         run(call)
         assert torch.equal(call.x_cache, expected.x_cache)
-    assert len(plan._plans) == 1
+    assert list(plan._plans.values()).count(None) == 1
+    monkeypatch.setattr(plan, "make", lambda *_: pytest.fail("a plan was made again"))
+    for call in calls:
+        run(call)
 
 
 WIDE_STRIDES: dict[str, tuple[int, ...]] = {
@@ -128,33 +154,32 @@ WIDE_STRIDES: dict[str, tuple[int, ...]] = {
 }
 
 
-def on_meta(call: Call) -> dict[str, Any]:
-    return {
-        k: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
-        for k, v in call.kwargs().items()
-        if k != "pad_slot_id"
-    }
+def on_meta(call: Call) -> Call:
+    tensors = {k: v for k, v in call.kwargs().items() if isinstance(v, torch.Tensor)}
+    return dataclasses.replace(
+        call,
+        **{k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for k, t in tensors.items()},
+    )
 
 
 @pytest.mark.parametrize("name", WIDE_STRIDES)
 def test_tokens_too_far_apart_for_32_bit_offsets_get_the_general_kernel(name: str) -> None:
     """Kernels of compact problems would wrap around, to an address before the tensor."""
-    given = on_meta(random_call(dataclasses.replace(SMALL, has_z=True), 2))
-    assert plan.problem_of(**given, enable_pdl=False).compact
-    t, strides = given[name], WIDE_STRIDES[name]
-    given[name] = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
-    assert not plan.problem_of(**given, enable_pdl=False).compact
+    call = on_meta(random_call(dataclasses.replace(SMALL, has_z=True), 2))
+    assert plan.problem_of(call, False).compact
+    t, strides = getattr(call, name), WIDE_STRIDES[name]
+    setattr(call, name, torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta"))
+    assert not plan.problem_of(call, False).compact
     near = (strides[0], (1 << 31) - t.shape[2] * 64, *strides[2:])  # the last offset is 2^31 - 64
-    given[name] = torch.empty_strided(t.shape, near, dtype=t.dtype, device="meta")
-    assert plan.problem_of(**given, enable_pdl=False).compact
+    setattr(call, name, torch.empty_strided(t.shape, near, dtype=t.dtype, device="meta"))
+    assert plan.problem_of(call, False).compact
 
 
 def test_a_slot_too_large_for_32_bit_offsets_gets_the_general_kernel() -> None:
     for heads, compact in ((131072, True), (131080, False)):  # of 128 x 128 elements
         problem = dataclasses.replace(SMALL, heads=heads, groups=8, head_dim=128, d_state=128)
         call = plan.scratch_call(problem, torch.device("meta"))
-        given = {k: v for k, v in call.kwargs().items() if k != "pad_slot_id"}
-        assert plan.problem_of(**given, enable_pdl=False).compact is compact
+        assert plan.problem_of(call, False).compact is compact
 
 
 def test_a_call_with_tokens_far_apart_runs(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +192,7 @@ def test_a_call_with_tokens_far_apart_runs(cpu_as_gpu: None, monkeypatch: pytest
     for given in (call, again):  # cold, warm
         run(given)
         assert torch.equal(given.out, expected.out)
-        assert [p.problem for p in plan._plans.values()] == [problem]
+        assert [p.problem for p in plans()] == [problem]
     assert api.explain(**call.kwargs(), target=H200).problem == problem
 
 
@@ -192,6 +217,34 @@ def test_stride_zero_rows_are_refused_warm_too(name: str, cpu_as_gpu: None) -> N
     assert launches() == before
 
 
+@pytest.mark.parametrize("name", bad_inputs.WRITTEN)
+def test_overlapping_rows_are_refused_warm_too(name: str, cpu_as_gpu: None) -> None:
+    run(random_call(SMALL, 3))
+    call = random_call(SMALL, 3)
+    t = getattr(call, name)
+    half = (t.stride(0) // 2, *t.stride()[1:])
+    setattr(call, name, torch.zeros(t.numel(), dtype=t.dtype).as_strided(t.shape, half))
+    before = launches()
+    with pytest.raises(ValueError, match=f"{name}: got strides .* expected no overlapping elements"):
+        run(call)
+    assert launches() == before
+
+
+def test_wrong_arguments_after_a_right_call_raise_the_same_errors(checking: None) -> None:
+    call = bad_inputs.good_call()
+    run(call)
+    for bad in bad_inputs.bad_inputs():
+        given = call.kwargs()
+        bad.change(given)
+        before = launches()
+        with pytest.raises(bad.error) as caught:
+            run(Call(**given))
+        assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))
+        assert launches() == before, bad.name
+        run(call)  # the right one still runs
+        assert launches() == before + 1, bad.name
+
+
 def test_what_the_kernel_refuses_is_explained_in_the_callers_terms(
     cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +256,8 @@ def test_what_the_kernel_refuses_is_explained_in_the_callers_terms(
         raise ValueError("Mismatched Tensor on argument #3")
 
     for signature, known in plan._plans.items():
-        plan._plans[signature] = dataclasses.replace(known, kernel=refuse)
+        plan._plans[signature] = known and dataclasses.replace(known, kernel=refuse)
+    monkeypatch.setattr(plan, "_last", (None, None))
     with pytest.raises(TypeError, match=r"dt_cache: got torch\.float64, expected torch\.float32"):
         run(call)
     call.dt_cache = call.dt_cache.float()
@@ -233,8 +287,8 @@ def test_pad_slot_id_is_an_int64(pad: Any, cpu_as_gpu: None) -> None:
 def test_forced_config_runs_and_an_invalid_one_says_why(cpu_as_gpu: None) -> None:
     call = random_call(SMALL, 2)
     run(call, config=TileConfig(head_split=2))
-    (made,) = plan._plans.values()
-    assert (made.choice.source, made.choice.config) == ("forced", TileConfig(head_split=2))
+    (made,) = plans()
+    assert made.choice == tables.Choice(TileConfig(head_split=2), "forced", "the caller's config argument")
     with pytest.raises(ValueError, match="head_split 3 does not divide 4 tiles"):
         run(call, config=TileConfig(head_split=3))
     with pytest.raises(TypeError, match="config: got dict"):
@@ -292,17 +346,11 @@ def test_operands_device_is_made_current_only_when_it_is_not(cpu_as_gpu: None, m
 def test_an_int_is_no_bool_on_a_warm_signature_either(cpu_as_gpu: None, name: str) -> None:
     """1 == True in Python, so a signature that holds the value alone would let it pass."""
     call = random_call(SMALL, 3)
-    kwargs = {**call.kwargs(), "dt_softplus": True, "enable_pdl": True, "config": None}
-    for name_in_order in ("pad_slot_id", "state_batch_indices", "enable_pdl", "config"):
-        kwargs[name_in_order] = kwargs.pop(name_in_order)
-    names = [*call.kwargs()]
-    order = [n for n in names if n not in ("state_batch_indices", "pad_slot_id")]
-    arguments = [kwargs[n] for n in (*order, "state_batch_indices", "pad_slot_id", "enable_pdl", "config")]
-    plan.run(*arguments)
+    flags: dict[str, Any] = {"dt_softplus": True, "enable_pdl": True}
+    plan.run(plan.kernel_args(call), **flags, config=None)
     before = launches()
-    arguments[order.index(name) if name in order else -2] = 1
     with pytest.raises(TypeError, match=f"{name}: got int, expected bool"):
-        plan.run(*arguments)
+        plan.run(plan.kernel_args(call), **flags | {name: 1}, config=None)
     assert launches() == before
 
 
@@ -312,7 +360,7 @@ def test_a_tensor_without_memory_is_named_on_a_warm_signature(
     """torch refuses to hand a "meta" tensor to a kernel with a RuntimeError that names nothing."""
     call = random_call(SMALL, 3)
     run(call)
-    (warm,) = plan._plans.values()
+    (warm,) = plans()
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("Cannot pack tensors on meta")

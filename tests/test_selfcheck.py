@@ -38,14 +38,7 @@ Change = Callable[[FakeKernel, tuple[Any, ...]], None]
 
 
 def run(call: Call, config: TileConfig | None = None) -> torch.Tensor:
-    k = call.kwargs()
-    pad = k.pop("pad_slot_id")
-    slots = k.pop("state_batch_indices")
-    return plan.run(*k.values(), slots, pad, False, config)
-
-
-def as_call(args: tuple[Any, ...], dt_softplus: bool) -> Call:
-    return Call(*args[:15], dt_softplus, *args[15:])
+    return plan.run(plan.kernel_args(call), call.dt_softplus, False, config)
 
 
 def break_kernels(monkeypatch: pytest.MonkeyPatch, change: Change, *configs: TileConfig) -> list[TileConfig]:
@@ -149,8 +142,7 @@ def test_trials_of_a_problem_without_indices_and_of_one_that_is_not_compact() ->
     assert all(call.x.shape[0] >= 9 + selfcheck.ROWS for call in calls)
     spread = dataclasses.replace(SMALL, compact=False, has_z=True)
     for call in selfcheck.trials(spread, PLAIN):
-        given = {k: v for k, v in call.kwargs().items() if k != "pad_slot_id"}
-        assert plan.problem_of(**given, enable_pdl=False) == spread
+        assert plan.problem_of(call, False) == spread
         assert call.state.stride(1) == 2 * 64 * 64 and call.x.stride(2) == 2 * 64 and call.dt.stride(3) == 0
 
 
@@ -178,7 +170,7 @@ def test_every_known_fault_is_caught(fault: str | None, state: str, io: str) -> 
         heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=6, has_z=True, state_dtype=state, io_dtype=io,
         dt_dtype=io,
     )  # fmt: skip
-    verdict, _ = selfcheck._examine(problem, PLAIN, lambda *args: step(as_call(args, True), fault), CPU)
+    verdict, _ = selfcheck._examine(problem, PLAIN, lambda *args: step(plan.as_call(args, True), fault), CPU)
     assert verdict.outcome == ("failed" if fault else "passed"), verdict
 
 
@@ -188,7 +180,7 @@ def test_every_known_fault_is_caught(fault: str | None, state: str, io: str) -> 
 @pytest.mark.parametrize("part", ["main", "tail"])
 def test_a_fault_of_one_part_of_the_grid_is_caught(config: TileConfig, part: str) -> None:
     def kernel(*args: Any) -> None:
-        call = as_call(args, True)
+        call = plan.as_call(args, True)
         checkpointing_ssu_reference(**call.kwargs())
         first = call.x.shape[0] - config.tail_rows
         (call.out[:first] if part == "main" else call.out[first:]).mul_(1.01)
@@ -204,7 +196,7 @@ def test_a_right_kernel_passes(index: str | None, compact: bool, tail: int) -> N
     config = TileConfig(heads_per_cta=2, tail_rows=tail)
 
     def kernel(*args: Any) -> None:
-        checkpointing_ssu_reference(**as_call(args, True).kwargs())
+        checkpointing_ssu_reference(**plan.as_call(args, True).kwargs())
 
     assert selfcheck._examine(problem, config, kernel, CPU) == (selfcheck.Verdict("passed"), False)
 

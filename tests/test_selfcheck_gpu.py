@@ -29,7 +29,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
     for module, name, empty in (
         (compiler, "_memory", {}), (selfcheck, "_verdicts", {}), (plan, "_plans", {}), (plan, "_touched", set()),
-        (plan, "_prepared", set()),
+        (plan, "_prepared", set()), (plan, "_last", (None, None)),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, empty)
     selfcheck._say.cache_clear()

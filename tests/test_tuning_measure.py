@@ -210,11 +210,14 @@ def test_peers_cost_only_themselves(timing: DeviceRunner, monkeypatch: pytest.Mo
     def broken(call: calls.Call) -> None:
         raise RuntimeError("no kernel for this shape")
 
+    def bound(run: Callable[[calls.Call], None]) -> Callable[[calls.Call], Callable[[], None]]:
+        return lambda call: lambda: run(call)
+
     offered = [
-        peers.Variant("other", "default", True, True, right),
-        peers.Variant("other", "loose", False, True, wrong),
-        peers.Variant("other", "broken", False, True, broken),
-        peers.Variant("standard", "default", True, False, right),
+        peers.Variant("other", "default", True, True, bound(right)),
+        peers.Variant("other", "loose", False, True, bound(wrong)),
+        peers.Variant("other", "broken", False, True, bound(broken)),
+        peers.Variant("standard", "default", True, False, bound(right)),
     ]
     monkeypatch.setattr(peers, "variants", lambda *_: iter(offered))
     found = timing.peers(problem=SMALL.to_json(), batch=4, lengths=list(UNIFORM))

@@ -54,7 +54,7 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
     # one label for all: what tells workloads apart is the problem
     cells = [cell(dataclasses.replace(PROBLEM, heads=8 * n), 4, gain=n / 2) for n in range(1, number + 1)]
     results = results_of(*cells)
-    with plt.rc_context(plots._STYLE):
+    with plt.rc_context(plots.STYLE):
         figure, _ = plots._speedup(results, plots.frame(results))
     axes = figure.get_axes()
     assert [ax.get_title(loc="left") for ax in axes] == [f"verify\n{c.problem.label()}" for c in cells]

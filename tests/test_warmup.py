@@ -30,8 +30,8 @@ def warm(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warmup on CPU tensors in a GPU's place: the public call goes to the plans instead of the reference."""
 
     def call(*args: Any, enable_pdl: bool = False, config: TileConfig | None = None, **k: Any) -> torch.Tensor:
-        pad, slots = k.pop("pad_slot_id"), k.pop("state_batch_indices")
-        return plan.run(*args, *k.values(), slots, pad, enable_pdl, config)
+        given = Call(*args, **k)
+        return plan.run(plan.kernel_args(given), given.dt_softplus, enable_pdl, config)
 
     monkeypatch.setattr(api, "checkpointing_ssu", call)
 

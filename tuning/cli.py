@@ -1,4 +1,4 @@
-"""The command line: sweep a plan, draw reports, fit the cost model, list and explain plans.
+"""The command line: sweep a plan, time the peers beside, draw reports, fit the cost model, list and explain plans.
 
 `sweep` may be started by torchrun: its processes then share out the work (see `ranks`), and end with one exit code.
 Exit codes: 0 done, 1 the sweep or report came to nothing, 2 wrong usage or a bad plan, 130 interrupted.
@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the sweep or report came to nothing, 2 wrong usage or a ba
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from .errors import UsageError
 from .ranks import RankLost, Ranks
 
 DEFAULT_OUT = Path("reports") / "tune"
+_PRINT_WIDTH = 210  # of tables that go to a file or a pipe
+PEERS_OUT = Path("reports") / "peers"
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -97,6 +100,36 @@ def _parser() -> argparse.ArgumentParser:
         "--merge-into", type=Path, metavar="FILE", help="add the winners to this table file, which others may share"
     )
 
+    beside = commands.add_parser(
+        "peers",
+        help="time this project, FlashInfer and the floor beside each other on this machine's GPU",
+        description="Time the config that a call would get, FlashInfer's kernels (at their defaults and at the best of "
+        "their variants; its ordinary update too where T = 1) and the floor, cell by cell of a plan, in one process on "
+        "one GPU, in interleaved rounds; print tables and ratios, and write JSON, CSVs and plots.",
+    )
+    _plan_arguments(beside, required=False)
+    beside.add_argument("--batches", type=_sizes, metavar="N,M", help="batch sizes instead of the plan's")
+    beside.add_argument("--budget", type=_duration, help="time to measure, such as 120s or 8m; what it does not reach "
+        "is left out")  # fmt: skip
+    beside.add_argument("--out", type=Path, help=f"folder of the results (default {PEERS_OUT}/<plan>)")
+    beside.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    beside.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
+    beside.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
+    beside.add_argument(
+        "--evolve", type=int, default=0, metavar="N", help="in each cell also N steps of evolving cursors: p50 and p99"
+    )
+    beside.add_argument(
+        "--host", action="store_true", help="also the host's time of a call, of the plan's first problem"
+    )
+    beside.add_argument(
+        "--pdl",
+        action="store_true",
+        help="in each cell also pairs of a producer and a step, without and with programmatic dependent launch",
+    )
+    beside.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="draw tables and plots of an earlier run's JSON again"
+    )
+
     report = commands.add_parser("report", help="draw plots, CSVs and a page from the results of sweeps")
     report.add_argument(
         "results", nargs="*", type=Path, help=f"results files, or folders of them (default {DEFAULT_OUT})"
@@ -110,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", required=True, help="a TOML file, or the name of a shipped plan")
+def _plan_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("--plan", required=required, help="a TOML file, or the name of a shipped plan")
     parser.add_argument("--acceptance", help="use this distribution of the plan for every workload")
     parser.add_argument("--tp", type=_sizes, metavar="N,M", help="tensor-parallel sizes instead of the plan's")
     parser.add_argument("--state", type=_states, metavar="A,B", help=f"only these states: {', '.join(dtypes.STATE)}")
@@ -119,7 +152,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> plans.TuningPlan:
-    return plans.load(args.plan, acceptance=args.acceptance, tp=args.tp, states=args.state, tokens=args.tokens)
+    plan = plans.load(args.plan, acceptance=args.acceptance, tp=args.tp, states=args.state, tokens=args.tokens)
+    batches = getattr(args, "batches", None)
+    return dataclasses.replace(plan, batches=batches) if batches else plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(console, args.results)
         if args.command == "fit":
             return _fit(console, args.journals)
+        if args.command == "peers":
+            return _peers(args)
         return _sweep(args)
     except (plans.PlanError, UsageError) as e:
         print(f"error: {e}", file=sys.stderr)
@@ -146,18 +183,74 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        if args.command == "peers":
+            print("interrupted; cells that were done are in the results", file=sys.stderr)
+        else:
+            print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
 
 
-def _sweep(args: argparse.Namespace) -> int:
-    import dataclasses
+def _peers(args: argparse.Namespace) -> int:
+    from . import bench, bench_report
+    from .bench_results import Bench
+    from .errors import SweepError
 
+    console = Console(width=None if sys.stdout.isatty() else _PRINT_WIDTH)
+    if args.redraw is not None:
+        try:
+            found = Bench.load(args.redraw)
+        except ValueError as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 1
+        bench_report.show(found, console)
+        return _say_files(console, bench_report.write(found, args.out or args.redraw.parent))
+    if args.plan is None:
+        raise UsageError("peers: got neither --plan nor --redraw, expected one of them")
+    if args.evolve < 0:
+        raise UsageError(f"--evolve: got {args.evolve}, expected a number of steps, or 0")
+    if args.workers is not None and args.workers < 1:
+        raise UsageError(f"--workers: got {args.workers}, expected at least 1")
+    plan = _plan(args)
+    device = _gpu(args.device)
+    out = args.out or PEERS_OUT / plan.name
+    options = bench.Options(evolve=args.evolve, host=args.host, pdl=args.pdl, seed=args.seed)
+    try:
+        found = bench.run(
+            plan, out, device=device, budget_s=args.budget, options=options, workers=args.workers, console=console
+        )
+    except SweepError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    bench_report.show(found, console)
+    return _say_files(console, [out / bench.RESULTS, *bench_report.write(found, out)])
+
+
+def _say_files(console: Console, files: list[Path]) -> int:
+    for file in files:
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _gpu(device: int) -> int:
+    """A CUDA device that is there.
+
+    Raises:
+        UsageError: if it is not.
+    """
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        raise UsageError("peers: needs a CUDA GPU; --redraw draws an earlier run's results without one")
+    if not 0 <= device < found:
+        raise UsageError(f"--device: got {device}, this machine has devices 0..{found - 1}")
+    return device
+
+
+def _sweep(args: argparse.Namespace) -> int:
     from .sweep import SweepError, run
 
     plan = _plan(args)
-    if args.batches:
-        plan = dataclasses.replace(plan, batches=args.batches)
     ranks = Ranks.of_environment()
     for name in ("workers", "repeat"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

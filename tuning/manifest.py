@@ -14,11 +14,19 @@ import torch
 from replayssm_cute import fingerprint, tables
 from replayssm_cute.target import Target
 
-from .context import Context
+from .plan import TuningPlan
+from .progress import Budget
 
 
 def manifest(
-    ctx: Context, target: Target, *, provenance: str, driver: str, policy: dict[str, Any], versions: dict[str, str]
+    plan: TuningPlan,
+    budget: Budget,
+    target: Target,
+    *,
+    provenance: str,
+    driver: str,
+    policy: dict[str, Any],
+    versions: dict[str, str],
 ) -> tables.Manifest:
     """The manifest of a table made now."""
     return tables.Manifest(
@@ -30,7 +38,7 @@ def manifest(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         driver=driver,
         versions={**_versions(), **versions},
-        policy={**policy, "commit": commit(), "budget_s": ctx.budget.seconds, "spent_s": round(ctx.budget.spent, 1)},
+        policy={**policy, "commit": commit(), "budget_s": budget.seconds, "spent_s": round(budget.spent, 1)},
         acceptance={
             w.label: {
                 "problem": w.problem.label(),
@@ -41,7 +49,7 @@ def manifest(
                 "flush": round(w.mix.flush, 6),
                 "mean_live": round(w.mix.mean_live, 4),
             }
-            for w in ctx.plan.workloads
+            for w in plan.workloads
         },
     )
 

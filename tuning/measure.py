@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from replayssm_cute.target import Target
 
 from . import acceptance, floor_kernel
 from .limit import read_limit
+from .peers import Variant
 from .policy import Policy
 from .slots import Cell, make_cell, slot_sets
-from .timing import Timed, capture, launch, summary
+from .timing import Timed, capture, interleave, launch, summary
 from .worker import Poisoned
 
 CHECK_ROWS = 6
@@ -100,7 +101,7 @@ class DeviceRunner:
     def race(
         self, problem: dict[str, Any], batch: int, lengths: Sequence[float], configs: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Interleaved rounds over several configs; the drift of clocks and memory meets all of them alike."""
+        """Interleaved rounds over several configs."""
         p = Problem.from_json(problem)
         with self._guard():
             cell = self._cell_of(p, batch, lengths)
@@ -108,12 +109,7 @@ class DeviceRunner:
             for data in configs:
                 kernel = self._kernel(p, TileConfig.from_json(data))
                 field.append(capture(lambda call, kernel=kernel: launch(kernel, call), cell, self.policy))  # type: ignore[misc]
-            samples: list[list[float]] = [[] for _ in field]
-            for number in range(self.policy.race_rounds):
-                order = range(len(field)) if number % 2 == 0 else range(len(field) - 1, -1, -1)
-                for i in order:
-                    field[i].sample(1)  # what the one before left in the caches is not this one's to pay for
-                    samples[i] += field[i].sample(self.policy.race_replays)
+            samples = interleave(field, self.policy.race_rounds, self.policy.race_replays)
             return [summary(s) | self._facts(cell, t) for s, t in zip(samples, field, strict=True)]
 
     def floor(self, problem: dict[str, Any], batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
@@ -123,19 +119,12 @@ class DeviceRunner:
             cell = self._cell_of(p, batch, lengths)
             found = []
             for config in floor_kernel.configs(p, self.target.shared_per_block):
-                kernel = self._floor_kernel(p, config)
-                timed = capture(
-                    lambda c, kernel=kernel: kernel(c.state, c.prev_num_accepted_tokens, c.state_batch_indices),  # type: ignore[misc]
-                    cell,
-                    self.policy,
-                    writes_outputs=False,
-                )
+                timed = capture(self._floor_run(p, config), cell, self.policy, writes_outputs=False)
                 timed.sample(self.policy.warmups)
                 found.append(summary(timed.sample(self.policy.replays)) | {"heads_per_cta": config.heads_per_cta})
             fastest = min(found, key=lambda f: f["time_us"])
-            state = p.heads * p.head_dim * p.d_state * p.state_bytes
-            others = cell.bytes - batch * state * (1 + cell.flush)
-            return fastest | {"kernel_us": fastest["time_us"], "time_us": fastest["time_us"] + others / read_gbs / 1e3}
+            others_us = self._beyond_floor_us(cell, read_gbs)
+            return fastest | {"kernel_us": fastest["time_us"], "time_us": fastest["time_us"] + others_us}
 
     def peers(self, problem: dict[str, Any], batch: int, lengths: Sequence[float]) -> list[dict[str, Any]]:
         """Every variant of every installed peer on one cell; one that fails is reported with its reason."""
@@ -144,23 +133,27 @@ class DeviceRunner:
         p = Problem.from_json(problem)
         with self._guard():
             cell = self._cell_of(p, batch, lengths)
-            results = []
-            # no peer has promised to survive NaN in rows that it must not use
-            clean = calls.random_call(p, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
-            for variant in peers.variants(p, batch, self.device):
-                entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
-                try:
-                    if variant.replays:
-                        error = self._errors(clean, variant.run)
-                        entry |= {"out_error": error.out, "state_error": error.state}
-                    timed = capture(variant.run, cell, self.policy)
-                    timed.sample(self.policy.warmups)
-                    entry |= summary(timed.sample(self.policy.replays)) | self._facts(cell, timed)
-                except Exception as e:
-                    torch.cuda.synchronize()  # a sticky error ends this job; any other only this variant
-                    entry["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]
-                results.append(entry)
-            return results
+            return self._time_variants(cell, peers.variants(p, batch, self.device))
+
+    def _time_variants(self, cell: Cell, variants: Iterable[Variant]) -> list[dict[str, Any]]:
+        """Each variant's errors and time on a cell."""
+        results = []
+        # no peer has promised to survive NaN in rows that it must not use
+        clean = calls.random_call(cell.problem, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
+        for variant in variants:
+            entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
+            try:
+                if variant.replays:
+                    error = self._errors(clean, variant.run)
+                    entry |= {"out_error": error.out, "state_error": error.state}
+                timed = capture(variant.run, cell, self.policy)
+                timed.sample(self.policy.warmups)
+                entry |= summary(timed.sample(self.policy.replays)) | self._facts(cell, timed)
+            except Exception as e:
+                torch.cuda.synchronize()  # a sticky error ends this job; any other only this variant
+                entry["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]
+            results.append(entry)
+        return results
 
     # -----------------------------------------------------------------------------------------------
 
@@ -168,6 +161,16 @@ class DeviceRunner:
         from replayssm_cute import compiler
 
         return compiler.get(problem, config, self.target)
+
+    def _floor_run(self, problem: Problem, config: floor_kernel.FloorConfig) -> Callable[[calls.Call], None]:
+        kernel = self._floor_kernel(problem, config)
+        return lambda call: kernel(call.state, call.prev_num_accepted_tokens, call.state_batch_indices)
+
+    def _beyond_floor_us(self, cell: Cell, read_gbs: float) -> float:
+        """Microseconds of the bytes that the floor kernel does not move."""
+        p = cell.problem
+        state = p.heads * p.head_dim * p.d_state * p.state_bytes
+        return (cell.bytes - cell.batch * state * (1 + cell.flush)) / read_gbs / 1e3
 
     def _floor_kernel(self, problem: Problem, config: floor_kernel.FloorConfig) -> Callable[..., None]:
         if (problem, config) not in self._floors:

@@ -123,7 +123,8 @@ class Session:
             title=ctx.plan.title,
             source=ctx.plan.source,
             manifest=manifest(
-                ctx,
+                ctx.plan,
+                ctx.budget,
                 target,
                 provenance="measured",
                 driver=cells.driver,

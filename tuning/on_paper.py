@@ -87,7 +87,8 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
         title=ctx.plan.title,
         source=ctx.plan.source,
         manifest=manifest(
-            ctx,
+            ctx.plan,
+            ctx.budget,
             target,
             provenance="estimated",
             driver="",

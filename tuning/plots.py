@@ -21,7 +21,7 @@ from .results import Candidate, CellResult, Results
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 OURS, DEFAULT, LIMIT = "#2563eb", "#9ca3af", "#111827"
 PEER_COLOURS = ("#dc2626", "#d97706", "#7c3aed", "#0d9488")
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "figure.dpi": 140,
     "savefig.dpi": 140,
     "font.size": 9.5,
@@ -120,7 +120,7 @@ def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Path]:
         ("winners", lambda: _winners(results, table)),
         ("configs", lambda: _configs(results)),
     ]
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         for kind, make in plans:
             figure, data = make()
             path = folder / f"{stem}-{kind}.png"
@@ -172,7 +172,7 @@ def _panels(
     return figure, axes[: len(labels)]
 
 
-def _batch_axis(ax: Axes, batches: Sequence[int]) -> None:
+def batch_axis(ax: Axes, batches: Sequence[int]) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(batches), [str(b) for b in batches])
     ax.minorticks_off()
@@ -202,7 +202,7 @@ def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     parts = _workloads(table)
     figure, axes = _panels(results, [label for label, _ in parts], "time of one call")
     for ax, (_, part) in zip(axes, parts, strict=True):
-        _batch_axis(ax, part["batch"].tolist())
+        batch_axis(ax, part["batch"].tolist())
         ax.set_yscale("log")
         ax.plot(part["batch"], part["limit_us"], ":", color=LIMIT, lw=1.2, label="bytes at the read limit")
         if part["floor_us"].notna().any():
@@ -223,7 +223,7 @@ def _bandwidth(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFr
     data = table[["workload", "problem", "batch", "config", "bytes", "gb_s", "limit_fraction"]].copy()
     data["limit_gb_s"] = results.read_gbs
     for ax, (_, part) in zip(axes, parts, strict=True):
-        _batch_axis(ax, part["batch"].tolist())
+        batch_axis(ax, part["batch"].tolist())
         ax.axhline(results.read_gbs, color=LIMIT, ls=":", lw=1.2)
         ax.text(
             part["batch"].iloc[0],

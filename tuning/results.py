@@ -167,7 +167,7 @@ class Results:
         """Write as JSON, at once: a cell a line, since a readable layout would be three times as long."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        data = _plain(self)
+        data = plain(self)
         cells = ",\n".join(json.dumps(cell, separators=(",", ":")) for cell in data.pop("cells"))
         head = json.dumps(data, indent=1).removesuffix("\n}")
         part.write_text(f'{head},\n "cells": [\n{cells}\n]}}\n', encoding="utf-8")
@@ -209,13 +209,14 @@ class Results:
             raise ValueError(f"{path}: no results of a sweep ({type(e).__name__}: {e})") from e
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """JSON-like data of dataclasses, mappings and sequences; what is not finite becomes None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

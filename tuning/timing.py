@@ -43,6 +43,21 @@ class Timed:
         return [start.elapsed_time(stop) * 1e3 / self.nodes for start, stop in events]
 
 
+def interleave(field: Sequence[Timed], rounds: int, replays: int) -> list[list[float]]:
+    """Microseconds a call of each, sampled in turns: the drift of clocks and memory meets all of them alike.
+
+    Every other round goes backwards, and each turn begins with a replay that is not counted: what the one before left
+    in the caches is not this one's to pay for.
+    """
+    samples: list[list[float]] = [[] for _ in field]
+    for number in range(rounds):
+        order = range(len(field)) if number % 2 == 0 else range(len(field) - 1, -1, -1)
+        for i in order:
+            field[i].sample(1)
+            samples[i] += field[i].sample(replays)
+    return samples
+
+
 def capture(run: Callable[[calls.Call], None], cell: Cell, policy: Policy, *, writes_outputs: bool = True) -> Timed:
     """Capture rotations of `run` over the cell's calls, and see that a replay writes every output.
 

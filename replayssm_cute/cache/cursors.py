@@ -10,18 +10,16 @@ from .rows import Rows
 from .spec import CacheSpec
 
 
-def advance(
-    shared: Shared, spec: CacheSpec, slot: torch.Tensor, num_accepted: torch.Tensor, lens: torch.Tensor
-) -> None:
-    """Commit `num_accepted` tokens of windows that ran `lens` tokens each (0 changes nothing), in place.
+def advance(shared: Shared, spec: CacheSpec, slot: torch.Tensor, num_accepted: torch.Tensor, ran: torch.Tensor) -> None:
+    """Commit `num_accepted` tokens of windows that ran `ran` tokens each (0 changes nothing), in place.
 
     `ring.commit` with a length of its own for every row: R is the cache's, the flush rule the row's.
-    All are (b,) of `Rows`: padding rows repeat a live one, and where none is live every length is 0.
+    All are (b,) of `Rows`: padding rows repeat a live one, and where none is live every length is 0. num_accepted may
+    be int64, and is clamped to 0..ran before it is narrowed.
     """
     start, old = shared.ring_start[slot], shared.pnat[slot]
-    lens = lens.to(old.dtype).clamp(0, spec.tokens)
-    accepted = torch.minimum(num_accepted.to(old.dtype).clamp(min=0), lens)
-    flushed = ring.flushes(old, lens, spec.window)
+    accepted = torch.minimum(num_accepted.clamp(0, spec.tokens).to(old.dtype), ran)
+    flushed = ring.flushes(old, ran, spec.window)
     shared.ring_start.index_copy_(0, slot, torch.where(flushed, (start + old) % spec.ring_rows, start))
     shared.pnat.index_copy_(0, slot, torch.where(flushed, accepted, old + accepted))
 

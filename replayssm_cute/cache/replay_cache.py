@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import dtypes, ring
-from . import cursors, layout, migrate
-from .fold import fold
+from .. import checks, dtypes
+from . import layout, migrate
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
-from .rows import Rows, Slots, as_counts, as_slots, check_range, check_settled, check_slots, rows_of, values_checked
+from .rows import Slots, as_counts, as_slots, check_range, check_settled, check_slots, rows_of, values_checked
 from .spec import CacheSpec
+from .torch_ops import TorchOps, as_bits
 
-_BITS = {2: torch.int16, 4: torch.int32}
+if TYPE_CHECKING:
+    from .launches import Launches
 
 
 class ReplayCache:
@@ -25,10 +27,12 @@ class ReplayCache:
     distinct where they are written. On the CPU, and on a GPU with REPLAYSSM_CHECK=1 outside captures, slots are
     checked; elsewhere a slot outside the cache is undefined, as in every kernel.
 
-    reset, commit, begin_step, settle, materialize, copy and prefill_handoff are torch operations of fixed shape on
-    the current stream: no host sync, cursors and caches at fixed addresses, so that they can be captured in a CUDA
-    graph (temporaries then come from the graph's own memory). export_slots, import_slots and set_decay are host
-    operations.
+    reset, commit, begin_step, settle, materialize, copy and prefill_handoff run on the current stream without a host
+    sync, with cursors and caches at fixed addresses, so that they can be captured in a CUDA graph (temporaries then
+    come from the graph's own memory). On a GPU the first six are kernels: one launch for the batch, whatever the
+    number of layers, and a second, small one before a materialize or copy. They are compiled at their first use, which
+    must not be a capture: see `prepare`. Elsewhere, and for prefill_handoff, they are torch operations. export_slots,
+    import_slots and set_decay are host operations.
 
     Two ways to commit, per slot one at a time: `commit` after sampling; or `begin_step` before each step, which
     commits the window before (its length is kept per slot until then: the window is *open*). Between a step and its
@@ -61,11 +65,13 @@ class ReplayCache:
         )  # fmt: skip
         self._shared = shared
         self._decays: set[int] = set()
-        # As integers: a copy of a NaN as a float need not keep its payload.
-        self._bits = [
-            tuple(t.view(_BITS[t.element_size()]) for t in (layer.state, layer.x_cache, layer.B_cache, layer.dt_cache))
-            for layer in layers
-        ]
+        self._ops: TorchOps | Launches
+        if self.device.type == "cuda":
+            from .launches import Launches  # which imports the compile cache; the CPU does without
+
+            self._ops = Launches(spec, layers, shared, pad_slot_id)
+        else:
+            self._ops = TorchOps(spec, layers, shared, pad_slot_id)
 
     # -----------------------------------------------------------------------------------------------
     # Making
@@ -157,6 +163,31 @@ class ReplayCache:
         self.A[layer].copy_(A)
         self._decays.add(layer)
 
+    @property
+    def has_decays(self) -> bool:
+        """Whether A of every layer was given, which materialize needs."""
+        return len(self._decays) == self.spec.layers
+
+    def prepare(self) -> None:
+        """Make every kernel of this cache's operations ready, before a graph capture; `warmup` does it too.
+
+        Compiles or loads them and puts their code on the device. No slot is touched. Does nothing on the CPU.
+        """
+        self._ops.prepare()
+
+    def prove(self) -> int:
+        """Compare this cache's kernels with the torch operations on this GPU, once per process and shape.
+
+        On a small cache of random content, so that no slot is touched. Does nothing on the CPU.
+
+        Returns:
+            The number of kernels that were compared now.
+
+        Raises:
+            RuntimeError: if one is wrong, naming the operation and the tensor.
+        """
+        return self._ops.prove()
+
     # -----------------------------------------------------------------------------------------------
     # A step
     # -----------------------------------------------------------------------------------------------
@@ -192,26 +223,11 @@ class ReplayCache:
         Raises:
             TypeError, ValueError: wrong arguments, by name.
         """
-        slots, rows = self._rows(slots)
-        if rows is None:
-            return
+        slots = self._written(slots)
         accepted = as_counts("num_accepted", num_accepted, self.device, len(slots))
-        slot = rows.slots(slots)
-        if query_lens is None:
-            ring.commit(
-                self.ring_start,
-                self.pnat,
-                slots,
-                accepted,
-                tokens=self.spec.tokens,
-                window=self.spec.window,
-                pad_slot_id=self.pad_slot_id,
-            )
-        else:
-            lens = self._lens(query_lens, slots)
-            lens = torch.where(rows.any_live, lens[rows.index], 0)
-            cursors.advance(self._shared, self.spec, slot, accepted[rows.index], lens)
-        cursors.track(self._shared, rows, slot, 0)
+        lens = self._lens(query_lens, slots)
+        if len(slots):
+            self._ops.commit(slots, accepted, lens)
 
     def begin_step(self, slots: Slots, num_accepted: Slots, query_lens: Slots | None = None) -> None:
         """The deferred form of `commit`: at the start of a step, close each slot's window before and open this one.
@@ -227,25 +243,21 @@ class ReplayCache:
         Raises:
             TypeError, ValueError: wrong arguments, by name.
         """
-        slots, rows = self._rows(slots)
-        if rows is None:
-            return
+        slots = self._written(slots)
         accepted = as_counts("num_accepted", num_accepted, self.device, len(slots))
-        now: torch.Tensor | int = self.spec.tokens
-        if query_lens is not None:
-            now = self._lens(query_lens, slots)[rows.index].clamp(0, self.spec.tokens)
-        slot = rows.slots(slots)
-        before = torch.where(rows.any_live, self.last_tokens[slot], 0)
-        cursors.advance(self._shared, self.spec, slot, accepted[rows.index], before)
-        cursors.track(self._shared, rows, slot, now)
+        lens = self._lens(query_lens, slots)
+        if len(slots):
+            self._ops.begin_step(slots, accepted, lens)
 
     def settle(self, slots: Slots, num_accepted: Slots) -> None:
         """Close the open windows of slots without a step to follow: before export, copy or materialize. Graph-safe.
 
         Args and errors as in `begin_step`.
         """
-        slots = as_slots("slots", slots, self.device)
-        self.begin_step(slots, num_accepted, torch.zeros_like(slots))
+        slots = self._written(slots)
+        accepted = as_counts("num_accepted", num_accepted, self.device, len(slots))
+        if len(slots):
+            self._ops.settle(slots, accepted)
 
     # -----------------------------------------------------------------------------------------------
     # Between steps
@@ -261,14 +273,9 @@ class ReplayCache:
         Raises:
             TypeError, ValueError: wrong slots.
         """
-        slots, rows = self._rows(slots)
-        if rows is None:
-            return
-        slot = rows.slots(slots)
-        cursors.clear(self._shared, rows, slot)
-        if zero_state:
-            for state, *_ in self._bits:
-                state.index_copy_(0, slot, torch.where(rows.any_live, 0, state[slot]))
+        slots = self._written(slots)
+        if len(slots):
+            self._ops.reset(slots, zero_state)
 
     def materialize(self, src_slots: Slots, dst_slots: Slots, count: Slots) -> None:
         """Fold the first `count` live rows of each source into its checkpoint and put that into a destination slot.
@@ -278,7 +285,10 @@ class ReplayCache:
         source may serve several destinations. Sources that are no destinations do not change. Where a source is its
         own destination, its rows beyond `count` are given up. Sources have no open window (`settle`); one is refused
         where values are checked, elsewhere undefined. Count 0 copies the checkpoint bit for bit. Arithmetic is f32,
-        rounded once to the state's dtype. Temporaries take a few times the batch's states of one layer. Graph-safe.
+        rounded once to the state's dtype. Graph-safe.
+
+        On a GPU rows whose source is another row's destination go one after the other, so that a batch of them takes
+        longer; a cycle among them is no obstacle. On the CPU temporaries take a few times the states of one layer.
 
         Args:
             src_slots, dst_slots: (b,) slots; a row is padding if either is.
@@ -289,22 +299,12 @@ class ReplayCache:
             TypeError, ValueError: wrong arguments, by name.
         """
         self._need_decays()
-        pair = self._pair(src_slots, dst_slots)
-        if pair is None:
-            return
-        rows, src, dst = pair
-        if values_checked(self.device) and bool(rows.any_live):
-            check_settled("src_slots", src, self.last_tokens)
-        batch = len(src)
-        wanted = as_counts("count", count, self.device, batch)[rows.index]
-        start, live = self.ring_start[src], self.pnat[src]
-        folds = torch.where(rows.any_live, torch.minimum(wanted.to(live.dtype).clamp(min=0), live), 0)
-        for i, layer in enumerate(self.layers):
-            state = self._bits[i][0]
-            folded = fold(layer, self.A[i], src, start, folds, self.spec.window).to(layer.state.dtype)
-            exact = (folds == 0)[:, None, None, None]
-            state.index_copy_(0, dst, torch.where(exact, state[src], folded.view(state.dtype)))
-        cursors.clear(self._shared, rows, dst)
+        src, dst, live = self._pair(src_slots, dst_slots)
+        wanted = as_counts("count", count, self.device, len(src))
+        if live is not None:
+            check_settled("src_slots", src[live], self.last_tokens)
+        if len(src):
+            self._ops.materialize(src, dst, wanted)
 
     def copy(self, src_slots: Slots, dst_slots: Slots) -> None:
         """Copy whole slots bit for bit: checkpoint, ring with its phase, cursors and open window. Graph-safe.
@@ -317,12 +317,9 @@ class ReplayCache:
         Raises:
             TypeError, ValueError: wrong arguments, by name.
         """
-        pair = self._pair(src_slots, dst_slots)
-        if pair is None:
-            return
-        _, src, dst = pair
-        for t in (*(t for layer in self._bits for t in layer), self.ring_start, self.pnat, self.last_tokens):
-            t.index_copy_(0, dst, t[src])
+        src, dst, _ = self._pair(src_slots, dst_slots)
+        if len(src):
+            self._ops.copy(src, dst)
 
     def prefill_handoff(
         self, slots: Slots, states: torch.Tensor | Sequence[torch.Tensor], *, layer: int | None = None
@@ -338,7 +335,7 @@ class ReplayCache:
         Raises:
             TypeError, ValueError, IndexError: wrong arguments, by name.
         """
-        slots, rows = self._rows(slots)
+        slots = self._written(slots)
         indices = range(self.spec.layers) if layer is None else [self._layer(layer)]
         given: list[torch.Tensor] = [states] if layer is not None else list(states)  # type: ignore[list-item]
         if len(given) != len(indices):
@@ -353,14 +350,15 @@ class ReplayCache:
                     f"states: got shape {tuple(each.shape)} on {each.device} for layer {i}, expected {shape} on "
                     f"{self.device}"
                 )
-        if rows is None:
+        if len(slots) == 0:
             return
+        rows = rows_of(self.pad_slot_id, slots)
         slot = rows.slots(slots)
         for i, each in zip(indices, given, strict=True):
-            bits = self._bits[i][0]
-            entering = each[rows.index].to(self.layers[i].state.dtype).view(bits.dtype)
-            bits.index_copy_(0, slot, torch.where(rows.any_live, entering, bits[slot]))
-        cursors.clear(self._shared, rows, slot)
+            state = as_bits(self.layers[i].state)
+            entering = as_bits(each[rows.index].to(self.layers[i].state.dtype))
+            state.index_copy_(0, slot, torch.where(rows.any_live, entering, state[slot]))
+        self._ops.reset(slots, False)
 
     # -----------------------------------------------------------------------------------------------
     # To and from elsewhere
@@ -423,31 +421,29 @@ class ReplayCache:
             raise RuntimeError(f"A of layer {missing[0]} was not given, and folding live rows needs it: set_decay")
 
     def _live(self, slots: torch.Tensor) -> torch.Tensor:
-        return (slots != self.pad_slot_id) & (slots >= 0)
+        return checks.live_rows(slots, self.pad_slot_id)
 
-    def _rows(self, slots: Slots) -> tuple[torch.Tensor, Rows | None]:
-        """Checked slots that are to be written, and their rows; None for an empty batch."""
+    def _written(self, slots: Slots) -> torch.Tensor:
+        """Checked slots that are to be written."""
         slots = as_slots("slots", slots, self.device)
-        if len(slots) == 0:
-            return slots, None
         if values_checked(self.device):
             check_slots("slots", slots, self.slots, self._live(slots))
-        return slots, rows_of(self.pad_slot_id, slots)
+        return slots
 
-    def _pair(self, src: Slots, dst: Slots) -> tuple[Rows, torch.Tensor, torch.Tensor] | None:
-        """Rows, sources and destinations to index with; a batch without live rows copies slot 0 to itself."""
+    def _pair(self, src: Slots, dst: Slots) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Checked sources and destinations, and which rows are live where values are checked."""
         src = as_slots("src_slots", src, self.device)
         dst = as_slots("dst_slots", dst, self.device, len(src))
-        if len(src) == 0:
-            return None
+        live = None
         if values_checked(self.device):
             live = self._live(src) & self._live(dst)
             check_slots("src_slots", src, self.slots, live, distinct=False)
             check_slots("dst_slots", dst, self.slots, live)
-        rows = rows_of(self.pad_slot_id, src, dst)
-        return rows, rows.slots(src), rows.slots(dst)
+        return src, dst, live
 
-    def _lens(self, query_lens: Slots, slots: torch.Tensor) -> torch.Tensor:
+    def _lens(self, query_lens: Slots | None, slots: torch.Tensor) -> torch.Tensor | None:
+        if query_lens is None:
+            return None
         lens = as_counts("query_lens", query_lens, self.device, len(slots))
         if values_checked(self.device):
             check_range("query_lens", lens, 0, self.spec.tokens, self._live(slots))

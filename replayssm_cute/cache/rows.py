@@ -37,7 +37,7 @@ def rows_of(pad_slot_id: int, *slots: torch.Tensor) -> Rows:
     """The rows of one batch; with several slots to a row, one that is padding makes the row padding. b >= 1."""
     live = torch.ones_like(slots[0], dtype=torch.bool)
     for each in slots:
-        live &= (each != pad_slot_id) & (each >= 0)
+        live &= checks.live_rows(each, pad_slot_id)
     own = torch.arange(live.shape[0], device=live.device)
     return Rows(torch.where(live, own, live.int().argmax()), live.any())
 

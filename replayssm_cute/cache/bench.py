@@ -1,0 +1,159 @@
+"""Times of a cache's operations on this GPU: `python -m replayssm_cute.cache.bench`.
+
+Prints the time of the cursors' operations inside a CUDA graph, and the bandwidth of materialize, copy and reset beside
+that of a plain device-to-device copy of as many bytes. Bandwidths count every byte read and written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from .. import compiler, target
+from .launches import Launches
+from .recipes import CacheRecipe
+from .replay_cache import ReplayCache
+from .shapes import FoldShape
+from .spec import CacheSpec
+
+REPEATS = 9
+# (threads, accumulators a thread, CTAs a multiprocessor) tried beside the shape that serves.
+CUTS = [(128, 64, 4), (128, 32, 5), (128, 32, 6), (256, 64, 2), (256, 32, 3), (256, 32, 2), (128, 16, 8)]
+
+
+def elapsed_us(work: Callable[[], object], times: int = 1) -> float:
+    """Median time of `work` on the GPU in microseconds, a graph of `times` calls replayed `REPEATS` times."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    graph.replay()
+    samples = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(1000 * begin.elapsed_time(end) / times)
+    return statistics.median(samples)
+
+
+def cursors(slots: int = 1024) -> None:
+    """Commits, deferred commits and resets of cursors: time of one among 200 in a graph, so that launches overlap."""
+    spec = CacheSpec(layers=1, heads=1, head_dim=64, d_state=64, groups=1, tokens=4, window=16)
+    cache = ReplayCache.allocate(spec, slots, "cuda")
+    print("cursors, us a call in a graph of 200 (batch 1 / 16 / 64 / 256 / 1024):")
+    for name, kind in (("int32", torch.int32), ("int64", torch.int64)):
+        for label in ("commit", "ragged commit", "begin_step", "reset"):
+            times = []
+            for batch in (1, 16, 64, 256, 1024):
+                rows = torch.randperm(slots, device="cuda")[:batch].to(kind)
+                counts = torch.full((batch,), 2, dtype=torch.int32, device="cuda")
+                calls: dict[str, Callable[[], object]] = {
+                    "commit": partial(cache.commit, rows, counts),
+                    "ragged commit": partial(cache.commit, rows, counts, counts),
+                    "begin_step": partial(cache.begin_step, rows, counts),
+                    "reset": partial(cache.reset, rows, zero_state=False),
+                }
+                times.append(elapsed_us(calls[label], 200))
+            print(f"  {label:14} {name}: " + " / ".join(f"{t:.2f}" for t in times), flush=True)
+
+
+def plain_copy_us(nbytes: int) -> float:
+    """Time of a device-to-device copy of contiguous bytes."""
+    left = torch.empty(nbytes // 4, dtype=torch.float32, device="cuda")
+    right = torch.empty_like(left)
+    return elapsed_us(partial(right.copy_, left))
+
+
+def moves(state_dtype: str, layers: int, batch: int, *, cuts: bool) -> None:
+    """Materialize, copy and reset of `batch` slots of `layers` layers of a 128-head model, beside a plain copy."""
+    spec = CacheSpec(layers=layers, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16,
+                     state_dtype=state_dtype)  # fmt: skip
+    A = [-torch.linspace(1, 16, 128)] * layers
+    cache = ReplayCache.allocate(spec, 2 * batch, "cuda", A=A)
+    for layer in cache.layers:
+        layer.dt_cache.fill_(0.01)
+        layer.x_cache.normal_()
+        layer.B_cache.normal_()
+    order = torch.randperm(2 * batch, device="cuda", dtype=torch.int32)
+    src, dst = order[:batch].contiguous(), order[batch:].contiguous()
+    state_bytes = layers * batch * cache.layers[0].state[0].numel() * cache.layers[0].state.element_size()
+    plain = 2 * state_bytes / plain_copy_us(state_bytes) / 1000
+    print(f"{state_dtype} state, {batch} slots x {layers} layers, {state_bytes / 1e9:.2f} GB of states; "
+          f"plain copy {plain:.0f} GB/s")  # fmt: skip
+
+    def report(what: str, us: float, nbytes: int) -> None:
+        rate = nbytes / us / 1000
+        print(f"  {what:44} {us:9.1f} us {rate:6.0f} GB/s {100 * rate / plain:4.0f}% of copy", flush=True)
+
+    ops = cache._ops
+    assert isinstance(ops, Launches) and isinstance(ops._fold.shape, FoldShape)
+    geometry = ops._fold.shape.spec
+
+    def materialized(count: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        cache.pnat.fill_(16)  # a materialize empties destinations' rings, and here slots take turns
+        cache.materialize(sources, destinations, count)
+
+    fill = elapsed_us(partial(cache.pnat.fill_, 16))
+    per_row = layers * batch * (128 * (64 * 2 + 4) + 8 * 128 * 2)  # bytes of a ring row of every slot
+    for folds in (0, 4, 16):
+        count = torch.full((batch,), folds, dtype=torch.int32, device="cuda")
+        us = elapsed_us(partial(materialized, count, src, dst)) - fill
+        report(f"materialize {folds} rows", us, 2 * state_bytes + folds * per_row)
+    count = torch.full((batch,), 4, dtype=torch.int32, device="cuda")
+    us = elapsed_us(partial(materialized, count, src, src)) - fill
+    report("materialize 4 rows in place", us, 2 * state_bytes + 4 * per_row)
+    us = elapsed_us(partial(materialized, count, src, src.roll(1))) - fill
+    report("materialize 4 rows in one cycle", us, 2 * state_bytes + 4 * per_row)
+    slot_bytes = layers * batch * spec.layer_bytes
+    report("copy", elapsed_us(partial(cache.copy, src, dst)), 2 * slot_bytes)
+    report("reset", elapsed_us(partial(cache.reset, dst)), state_bytes)
+    for threads, accumulators, ctas in CUTS if cuts else ():
+        try:
+            shape = FoldShape.cut(geometry, threads=threads, accumulators=accumulators, ctas_per_sm=ctas)
+        except ValueError:
+            continue
+        ops._fold = CacheRecipe("fold", shape)
+        where = target.of_device(torch.cuda.current_device())
+        found = compiler.entry_of(ops._fold, where).resources
+        for folds in (0, 8):
+            count = torch.full((batch,), folds, dtype=torch.int32, device="cuda")
+            us = elapsed_us(partial(materialized, count, src, dst)) - fill
+            report(
+                f"{folds} rows: {threads} threads, {shape.rows} rows, {ctas} CTAs, {found.registers} registers, "
+                f"{found.stack_bytes} spilled", us, 2 * state_bytes + folds * per_row,
+            )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m replayssm_cute.cache.bench", description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--cuts", action="store_true", help="also time other shapes of the folding kernel")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
+        return 1
+    print(torch.cuda.get_device_name())
+    cursors()
+    for state_dtype in ("f32", "bf16"):
+        moves(state_dtype, args.layers, args.batch, cuts=args.cuts)
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
