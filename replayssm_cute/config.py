@@ -78,7 +78,9 @@ class TileConfig:
         """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 s2 p1 live c3 t8'."""
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
-        text = f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
+        text = (
+            f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
+        )
         return text + (f" t{self.tail_rows}" if self.tail_rows else "")
 
     def warps(self, problem: Problem) -> int:
@@ -260,7 +262,8 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
 def usual_tail(problem: Problem, target: Target) -> int:
     """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
 
-    Measured on one H200, 128 heads, f32, T 4: 8 rows beat 0 and 16 at batch 64 (87.4, 92.3 and 89.5 us) and 256.
+    Measured on one H200, 128 heads, f32, T 4, with an earlier kernel: 8 rows beat 0 and 16 at batch 64 (87.4, 92.3 and
+    89.5 us) and 256.
     """
     return max(1, round(8 * target.sms / problem.heads))
 
@@ -268,9 +271,9 @@ def usual_tail(problem: Problem, target: Target) -> int:
 def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
-    Measured on one H200: the crossover between one and four heads lies near batch 48-64 of 128 heads, that is near
-    50 heads a multiprocessor. Several heads come with `usual_tail`. A head whose state is larger than the target's
-    shared memory is split over the fewest CTAs that hold it.
+    Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
+    multiprocessor) one for 32 rows, and from batch 64 on (62) four heads a CTA with `usual_tail`. A head whose state is
+    larger than the target's shared memory is split over the fewest CTAs that hold it.
 
     Raises:
         ValueError: if nothing fits.
@@ -281,6 +284,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
             config = TileConfig(heads_per_cta=heads, stages=2, ctas_per_sm=ctas, tail_rows=tail)
             if config.is_valid(problem, target):
                 return config
+    wide = TileConfig(tiles_per_warp=2)
+    if batch * problem.heads >= 8 * target.sms and wide.is_valid(problem, target):
+        return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
         config = TileConfig(head_split=split)
         if config.is_valid(problem, target):

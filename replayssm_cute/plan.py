@@ -31,7 +31,6 @@ Arguments = tuple[Any, ...]
 
 _LIMIT = 8192  # signatures kept; a server sees some hundred
 _INT64 = 1 << 63
-_OFFSET_LIMIT = 1 << 31  # elements
 # What a launch raises for arguments that are not its kernel's; RuntimeError for tensors without memory ("meta").
 _REFUSALS = (ValueError, TypeError, AttributeError, OverflowError, RuntimeError)
 
@@ -298,23 +297,10 @@ def checked_problem(call: calls.Call, enable_pdl: bool) -> Problem:
 
 
 def problem_of(call: calls.Call, enable_pdl: bool) -> Problem:
-    """The problem that runs a call: `problem.from_tensors`, with its checks and errors, and addresses that fit.
-
-    Kernels of compact problems reach everything inside a slot or batch row by 32-bit offsets. Where a slot or a
-    stride of tokens is too large for that, the general kernel, with 64-bit addresses, serves.
-    """
+    """The problem that runs a call: `problem.from_tensors`, with its checks and errors."""
     given = call.kwargs()
     del given["pad_slot_id"]
-    problem = from_tensors(**given, enable_pdl=enable_pdl)
-    wide = (call.state, call.x_cache, call.B_cache, call.x, call.B, call.C, call.out, call.z)
-    if problem.compact and any(t is not None and _reach(t) >= _OFFSET_LIMIT for t in wide):
-        return dataclasses.replace(problem, compact=False)
-    return problem
-
-
-def _reach(t: torch.Tensor) -> int:
-    """The largest offset, in elements, inside one entry of dimension 0."""
-    return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
+    return from_tensors(**given, enable_pdl=enable_pdl)
 
 
 def check_pad_slot_id(pad_slot_id: object) -> None:

@@ -17,6 +17,7 @@ from . import dtypes, ring
 
 MAX_WINDOW = 16
 MAX_TOKENS = 16
+OFFSET_LIMIT = 1 << 31  # elements that 32-bit offsets reach
 ROW_ALIGN = 16  # bytes: rows of every tensor that kernels read in 16-byte pieces
 HEAD_DIMS = (64, 80, 128)
 D_STATES = (64, 128, 256)
@@ -220,13 +221,25 @@ def _is_compact(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> bool:
-    """Whether strides inside a slot, and over heads and groups, are the contiguous ones."""
+    """Whether strides inside a slot, and over heads and groups, are the contiguous ones, and 32-bit offsets suffice.
+
+    Kernels of compact problems reach everything inside a slot or batch row by 32-bit offsets. Where a slot or a stride
+    of tokens is too large for that, the general kernel, with 64-bit addresses, serves.
+    """
+    wide = (state, x_cache, B_cache, x, B, C, out, z)
+    if any(t is not None and _reach(t) >= OFFSET_LIMIT for t in wide):
+        return False
     caches = all(
         t.stride()[1:] == torch.empty(t.shape[1:], device="meta").stride() for t in (state, x_cache, B_cache, dt_cache)
     )
     heads = all(t is None or t.stride(2) == t.shape[3] for t in (x, B, C, out, z))
     scalars = all(t is None or t.stride(0) == 1 for t in (A, D, dt_bias))
     return caches and heads and scalars and dt.stride(2) == 1
+
+
+def _reach(t: torch.Tensor) -> int:
+    """The largest offset, in elements, inside one entry of dimension 0."""
+    return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
 def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> None:

@@ -41,17 +41,18 @@ def commit(
         tokens, window: T and W of the step.
     """
     rows = ring_rows(window, tokens)
+    slots = slots.long()  # pad_slot_id may be any int64
     live = (slots != pad_slot_id) & (slots >= 0)
     # Padding rows all alias one harmless slot; they write back what they read, so they may collide
     # with each other but never with a live row: they are routed to an extra scratch entry instead.
     size = ring_start.shape[0]
-    safe = torch.where(live, slots, 0).long()
+    safe = torch.where(live, slots, 0)
     start, old = ring_start[safe], pnat[safe]
-    accepted = num_accepted.to(old.dtype).clamp(0, tokens)
+    accepted = num_accepted.clamp(0, tokens).to(old.dtype)
     flushed = flushes(old, tokens, window)
     new_start = torch.where(flushed, (start + old) % rows, start)
     new_old = torch.where(flushed, accepted, old + accepted)
-    target = torch.where(live, slots.long(), size)
+    target = torch.where(live, slots, size)
     for cursor, value in ((ring_start, new_start), (pnat, new_old)):
         extended = torch.cat((cursor, cursor.new_zeros(1)))
         extended[target] = value

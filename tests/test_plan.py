@@ -183,7 +183,7 @@ def test_a_slot_too_large_for_32_bit_offsets_gets_the_general_kernel() -> None:
 
 
 def test_a_call_with_tokens_far_apart_runs(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_OFFSET_LIMIT", 1000)  # elements
+    monkeypatch.setattr("replayssm_cute.problem.OFFSET_LIMIT", 1000)  # elements
     problem = dataclasses.replace(SMALL, compact=False)
     call = random_call(SMALL, 3)
     expected = call.clone()

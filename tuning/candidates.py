@@ -21,8 +21,8 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
     """All configs of a workload, the ones to try first in front.
 
     The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
-    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA, head split, ring, cap, tail) per
-    round, so that a model that errs about a family costs one round and not the sweep.
+    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA and at a time, head split, tiles a
+    warp, ring, cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
     """
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
@@ -37,13 +37,14 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
         fastest = min(times.values(), default=1.0)
         for config, time_us in times.items():
             best[config] = min(best.get(config, float("inf")), time_us / fastest)
-    order = sorted(
-        best, key=lambda c: (best[c], c.heads_per_cta, c.stages, c.head_split, c.ring, c.ctas_per_sm, c.tail_rows)
-    )
-    rounds: dict[tuple[int, int, str, bool, bool], int] = {}
+    order = sorted(best, key=lambda c: (best[c], *c.to_json().values()))
+    rounds: dict[tuple[object, ...], int] = {}
     turn = {}
     for config in order:
-        family = (config.heads_per_cta, config.head_split, config.ring, config.ctas_per_sm > 1, config.tail_rows > 0)
+        family = (
+            *(config.heads_per_cta, config.head_split, config.parallel_heads, config.tiles_per_warp, config.ring),
+            *(config.ctas_per_sm > 1, config.tail_rows > 0),
+        )
         turn[config] = rounds[family] = rounds.get(family, 0) + 1
     first = space.defaults(workload.problem, target, list(batches))
     rest = sorted(

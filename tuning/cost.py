@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from replayssm_cute import dtypes
-from replayssm_cute.config import SHARED_RESERVED, TileConfig
+from replayssm_cute.config import P_TILE, SHARED_RESERVED, TileConfig
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
@@ -121,7 +121,7 @@ class Guess:
 
 def usual_registers(config: TileConfig) -> int:
     """Registers that compiled kernels take where nothing caps them."""
-    return 120 if config.heads_per_cta == 1 else 158
+    return 120 if config.turns == 1 else 128
 
 
 def guess(problem: Problem, config: TileConfig, registers_per_sm: int = 65536) -> Guess:
@@ -259,8 +259,8 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         raise ValueError(f"{config.label()}: no CTA fits a multiprocessor of {target.name}: {limit}")
     live = problem.ring_rows if config.ring == "whole" else mix.mean_live
     moved = traffic(problem, batch, flush=mix.flush, mean_live=live)
-    warps, heads = config.warps(problem), config.heads_per_cta
-    pieces = batch * problem.heads * config.head_split
+    warps, heads = config.warps(problem), config.turns
+    pieces = batch * problem.heads // config.parallel_heads * config.head_split
     ctas = config.ctas(problem, batch)
     large = (batch - min(batch, config.tail_rows)) * config.ctas_per_row(problem)
     busy = min(resident, -(-ctas // target.sms))
@@ -339,7 +339,8 @@ def estimate(
     resident, limit = occupancy(problem, config, target, resources)
     found, least = time_us(x, k), limits(x, k)
     moved = traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live)
-    state_chunk = problem.head_dim // config.head_split * problem.d_state * problem.state_bytes
+    rows = config.warps(problem) * config.tiles_per_warp * P_TILE
+    state_chunk = rows * problem.d_state * problem.state_bytes
     return Estimate(
         time_us=found,
         bytes=moved.total,

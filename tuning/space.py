@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
-from replayssm_cute.config import P_TILE, RINGS, TileConfig, default_config, usual_tail
+from replayssm_cute.config import P_TILE, TileConfig, default_config, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
 from . import cost
 
+MAX_TILES = 5  # of a warp: more would leave a multiprocessor too few warps
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # a stage more or less in between changes little and costs a compilation
 
 
@@ -20,21 +22,20 @@ def _divisors(n: int) -> list[int]:
 def configs(problem: Problem, target: Target) -> list[TileConfig]:
     """Every valid config of the grid, smallest first; `TileConfig.is_valid` decides.
 
-    The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, both ways to the ring,
-    registers free or capped (see `capped`), and where a CTA takes several heads, without and with the usual tail of
-    single heads.
+    The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, registers free or capped
+    (see `capped`), and where a CTA takes several heads, without and with the usual tail of single heads. Beside it,
+    each on its own: several tiles a warp (in CTAs of whole heads), two heads at a time, and the whole ring.
     """
-    found = [
-        TileConfig(heads_per_cta=heads, stages=stages, head_split=split, ring=ring)
-        for heads in _divisors(problem.heads_per_group)
-        for stages in STAGES
-        if stages <= heads
-        for split in _divisors(problem.head_dim // P_TILE)
-        for ring in RINGS
-    ]
+    tiles = problem.head_dim // P_TILE
+    found = []
+    for heads, stages in itertools.product(_divisors(problem.heads_per_group), STAGES):
+        found += [TileConfig(heads, stages, split) for split in _divisors(tiles)]
+        found += [TileConfig(heads, stages, tiles_per_warp=n) for n in _divisors(tiles) if 1 < n <= MAX_TILES]
+        found += [TileConfig(heads, stages, split, ring="whole") for split in _divisors(tiles)]
+        found += [TileConfig(heads, stages, parallel_heads=2)]
     found = [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
     tail = usual_tail(problem, target)
-    tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.heads_per_cta > 1]
+    tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.turns > 1]
     return [c for c in (*found, *tailed) if c.is_valid(problem, target)]
 
 

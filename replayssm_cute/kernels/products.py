@@ -80,7 +80,11 @@ class Products:
             for half in cutlass.range_constexpr(2):
                 unit = 2 * tile + half
                 if unit < self.spec.steps:
-                    at = slice_index * self.spec.shared.product_floats + (8 * unit + g) * self.spec.shared.product_stride + 2 * t
+                    at = (
+                        slice_index * self.spec.shared.product_floats
+                        + (8 * unit + g) * self.spec.shared.product_stride
+                        + 2 * t
+                    )
                     for n in cutlass.range_constexpr(self.spec.token_tiles):
                         products[at + 8 * n] = sums[n][2 * half]
                         products[at + 8 * n + 1] = sums[n][2 * half + 1]

@@ -120,11 +120,12 @@ class StateTile:
     def flush(
         self, state, b_cache, vectors, tile, x_words, coming, head_index, slot, group, head, p0, start, pnat, g, t
     ):
-        """Write a tile of the logical state back: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j, in tf32 high and low terms.
+        """Write a tile of the logical state back: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
 
+        In tf32 high and low terms; a state that is rounded to bf16 does without the low ones.
         A lane's two chunks of a row are the two columns of an accumulator pair: element e of its first chunk in
-        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x; `coming` holds B's first part,
-        and does so again afterwards. A state that is rounded to bf16 does without the low terms.
+        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x; `coming` holds B's first
+        part, and does so again afterwards.
         """
         at = Vectors(self.spec, head_index)
         total = vectors[at.total]
@@ -170,9 +171,13 @@ class StateTile:
                         ]
                         for e in range(PART)
                     ]
-                    for terms in (high_terms[step],) if self.spec.state_kind == "bf16" else (
-                        low_terms[step],
-                        high_terms[step],
+                    for terms in (
+                        (high_terms[step],)
+                        if self.spec.state_kind == "bf16"
+                        else (
+                            low_terms[step],
+                            high_terms[step],
+                        )
                     ):
                         results = [mma_tf32(results[e], terms, fragments[e]) for e in range(PART)]
                 for side in cutlass.range_constexpr(2):

@@ -1,15 +1,18 @@
 """The portable step kernel: checkpointing SSU on warp-level MMAs and TMA, one source for every target.
 
-A CTA takes `heads_per_cta` heads of one group of one batch row, one after the other. Warp w owns 16 rows of P
-of each of them: it loads its own tile of the state by TMA behind its own barrier, so no CTA-wide wait stands
-between memory and arithmetic. With S the checkpoint, c the sums of A·dt (design, section 1), per token t:
+A CTA takes `heads_per_cta` heads of one group of one batch row, `parallel_heads` at a time. A warp owns one tile of
+16 rows of P, or several, in its head of each turn: it loads its own part of the state by TMA behind its own barrier,
+and its own x by asynchronous copies, so no CTA-wide wait stands between memory and arithmetic. With S the checkpoint, c the sums of A·dt (design, section 1), per token t:
 
     y_t = exp(C_tot + n_t) (S C_t) + sum_j G_old[j, t] x_j + sum_s G_new[s, t] x_s
     G_old[j, t] = exp(C_tot - c_j + n_t) dt_j (B_j·C_t)
     G_new[s, t] = [s <= t] exp(n_t - n_s) dt_s (B_s·C_t) + [s = t] D
 
-The phases live beside this file: products (B·C), decay (the exponentials), state_tile (S·C and flush) and
-tokens (x, outputs, appended rows).
+The phases live beside this file: readout_c (C in shared memory), products (B·C), decay (the exponentials), weights
+(G_old and G_new), state_tile (S·C and flush) and tokens (x, outputs, appended rows). A CTA goes through them so:
+
+    slot -> states of the first turns by TMA -> cursors -> ring rows -> read-out of the first turn
+    -> B·C, decay -> weights -> per turn: contributions of the ring, outputs, flush, read-out of the next turn
 """
 
 from __future__ import annotations
@@ -254,9 +257,8 @@ class StepKernel:
                 cute.arch.sync_warp()
                 self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
             flush_b = self.state_tile.new_b()
-            if cutlass.const_expr(only_turn):
-                if flush:
-                    self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
+            if cutlass.const_expr(only_turn) and flush:
+                self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
             appends = (head0 % p.heads_per_group == 0) & (split == 0)
@@ -313,24 +315,21 @@ class StepKernel:
                     if flush:
                         self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
                         self.flush(
-                            state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
-                            warp, lane,
+                            state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0,
+                            start, pnat, warp, lane,
                         )  # fmt: skip
                 if cutlass.const_expr(config.turns > 1):
                     cute.arch.sync_warp()
-                    if cutlass.const_expr(refill):
-                        if flush:
-                            self.refill(
-                                atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
-                            )
+                    if cutlass.const_expr(refill) and flush:
+                        self.refill(
+                            atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
+                        )
                     if i + shared.input_stages < turns:
                         later_head = head + shared.input_stages * config.parallel_heads
                         self.tokens.copy_new(address + at, x, z, row, later_head, p0, lane)
                         self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
                     cute.arch.cp_async_commit_group()
-                    input_stage = Int32(
-                        cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1)
-                    )
+                    input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
                     stage, phase = self.following(stage, phase)
                     if i + 1 < turns:
                         self.next_read_out(read_out, address, barriers, c_rows, stage, phase, warp, lane)
@@ -354,8 +353,8 @@ class StepKernel:
 
     @cute.jit
     def flush(
-        self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat, warp,
-        lane,
+        self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
+        warp, lane,
     ):  # fmt: skip
         """Flush the head whose state is in a stage and whose inputs are at `at`."""
         for tile in cutlass.range(self.spec.tiles, unroll=1):
@@ -363,8 +362,8 @@ class StepKernel:
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
             self.state_tile.flush(
-                state, b_cache, vectors, words, x_words, flush_b, index, slot, group, head, p0 + P_TILE * tile, start, pnat,
-                lane // 4, lane % 4,
+                state, b_cache, vectors, words, x_words, flush_b, index, slot, group, head, p0 + P_TILE * tile, start,
+                pnat, lane // 4, lane % 4,
             )  # fmt: skip
 
     def following(self, stage, phase):

@@ -1,6 +1,7 @@
 """Inputs and outputs of the tokens: x of every position and the gates in shared memory, appended rows, the epilogue.
 
-A warp's inputs of one head are, for each tile of 16 values of P that it owns, rows of 32 bytes: x of the ring positions, x of the new
+A warp's inputs of one head are, for each tile of 16 values of P that it owns, rows of 32 bytes: x of the ring
+positions, x of the new
 tokens, z of the new tokens. The two halves of a row change places every four rows, so that ldmatrix finds eight
 rows of one half in different banks.
 """
@@ -119,7 +120,10 @@ class Tokens:
             [
                 load_matrices(
                     address
-                    + (place(self.z_rows + self.spec.token(8 * n + lane % 8), half) + tile * self.spec.shared.input_tile_bytes),
+                    + (
+                        place(self.z_rows + self.spec.token(8 * n + lane % 8), half)
+                        + tile * self.spec.shared.input_tile_bytes
+                    ),
                     2,
                     True,
                 )
@@ -164,9 +168,7 @@ class Tokens:
                     pair = [read_out[start + 2 * side] * factors[e] + sums[tile][n][2 * side + e] for side in range(2)]
                     if cutlass.const_expr(len(gates) > 0):
                         half = (low_half, high_half)[e]
-                        pair = [
-                            v * _silu(half(self.spec.io_kind, gates[tile][n][side])) for side, v in enumerate(pair)
-                        ]
+                        pair = [v * _silu(half(self.spec.io_kind, gates[tile][n][side])) for side, v in enumerate(pair)]
                     halves.append(pack(self.spec.io_kind, pair[0], pair[1]))
                 kept = Int32(cutlass.select_(odd == 1, halves[1], halves[0]))
                 sent = Int32(cutlass.select_(odd == 1, halves[0], halves[1]))

@@ -74,7 +74,7 @@ class Weights:
         return range(self.spec.ring_steps + n + 1)
 
     def stored(self, raw, head_index, g, t):
-        """A head's B-fragments as `make` left them: per token tile and k-step positions 2t, 2t + 1 with token 8n + g."""
+        """A head's B-fragments as `make` left them: per token tile n and k-step positions 2t, 2t + 1, token 8n + g."""
         return [
             [load_words(raw + self._at(head_index, step, n, g, t), 2) for step in self._steps(n)]
             for n in range(self.spec.token_tiles)
