@@ -210,8 +210,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     input_rows = _up(config.ring_positions(problem) + (2 if problem.has_z else 1) * problem.tokens, 4)
     input_tile_bytes = input_rows * 2 * P_TILE
     input_bytes = config.tiles_per_warp * input_tile_bytes
-    c_bytes = 4 if problem.state_bytes == 4 else 2
-    c_stride = c_bytes * problem.d_state + 16  # eight rows at one column are in eight different bank quads
+    c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
     input_stages = min(config.stages, INPUT_STAGES)
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)

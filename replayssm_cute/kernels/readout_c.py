@@ -1,4 +1,8 @@
-"""C of the new tokens in shared memory, where every head of a CTA reads it: as f32 where the state is f32."""
+"""C of the new tokens in shared memory, where every head of a CTA reads it.
+
+For 2-byte states the rows lie there as they come. For f32 states the MMA of the read-out wants columns t and t + 4 of
+eight in one lane, so each 16-byte piece (c0 .. c7) is stored as (c0, c4, c1, c5, c2, c6, c3, c7).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, pack, store_words
+from .primitives import (
+    HIGH_HALVES,
+    LOW_HALVES,
+    bits,
+    high_half,
+    load_matrices,
+    load_words,
+    low_half,
+    permute,
+    store_words,
+)
 from .spec import StepSpec
+
+HELD_WORDS = 16  # fragments of C that a lane keeps from turn to turn; more are read again
 
 
 class ReadoutC:
@@ -15,9 +31,10 @@ class ReadoutC:
 
     def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
-        self.wide = spec.state_kind == "f32"
-        self.pieces = spec.problem.d_state // 8  # pieces of 8 columns in a row
+        self.interleaved = spec.state_kind == "f32"
+        self.pieces = spec.problem.d_state // 8  # 16-byte pieces of a row
         self.rounds = -(-spec.problem.tokens * self.pieces // spec.threads)
+        self.held = spec.config.turns > 1 and self.pieces * spec.token_tiles <= HELD_WORDS
 
     def _place(self, k: int) -> tuple[Int32, Int32]:
         piece = cute.arch.thread_idx()[0] + k * self.spec.threads
@@ -37,37 +54,39 @@ class ReadoutC:
         shared = self.spec.shared
         for k in cutlass.range_constexpr(self.rounds):
             token, piece = self._place(k)
-            stored = [words[k]]
-            if cutlass.const_expr(self.wide):
-                values = [bits(side(self.spec.io_kind, w)) for w in words[k] for side in (low_half, high_half)]
-                stored = [values[:4], values[4:]]
+            stored = words[k]
+            if cutlass.const_expr(self.interleaved):
+                stored = [
+                    permute(words[k][i], words[k][i + 2], selector)
+                    for i in range(2)
+                    for selector in (LOW_HALVES, HIGH_HALVES)
+                ]
             if token < self.spec.problem.tokens:
-                at = shared.c + token * shared.c_stride + piece * (16 * len(stored))
-                for q in cutlass.range_constexpr(len(stored)):
-                    store_words(raw + cute.assume(at + 16 * q, divby=16), stored[q])
+                store_words(raw + cute.assume(shared.c + token * shared.c_stride + piece * 16, divby=16), stored)
 
     def piece(self, raw, token, column):
-        """Eight columns of C of a token as four words."""
+        """Eight columns of C of a token, in their own order, as four words."""
         shared = self.spec.shared
-        at = shared.c + self.spec.token(token) * shared.c_stride + column * (4 if self.wide else 2)
-        if not self.wide:
-            return load_words(raw + cute.assume(at, divby=16), 4)
-        values = [as_float(w) for q in range(2) for w in load_words(raw + cute.assume(at + 16 * q, divby=16), 4)]
-        return [pack(self.spec.io_kind, values[k], values[k + 1]) for k in range(0, 8, 2)]
+        at = shared.c + self.spec.token(token) * shared.c_stride + column * 2
+        words = load_words(raw + cute.assume(at, divby=16), 4)
+        if not self.interleaved:
+            return words
+        return [permute(words[i], words[i + 1], selector) for selector in (LOW_HALVES, HIGH_HALVES) for i in (0, 2)]
 
     def address(self, base, lane, n):
         """Shared-memory address of this lane's row of token tile n's matrices."""
         shared = self.spec.shared
         return base + shared.c + self.spec.token(8 * n + lane % 8) * shared.c_stride + (lane // 8) * 16
 
-    def operands(self, address, quad):
-        """B-fragments of four 16-byte pieces of C's columns, one for each of the MMAs that they feed, in turn.
+    def words(self, address):
+        """A token tile's fragments: one word for each piece of 8 columns.
 
-        Lane (g, t) holds of token g: f32 state, column t of a piece and of the next; 16-bit MMAs, columns 2t and
-        2t + 1 of a piece and of the next; 16-bit state through tf32, column 2t of one piece, and 2t + 1.
+        Lane (g, t) holds columns 2t and 2t + 1 of the piece, interleaved t and t + 4, of token g of the tile.
         """
-        words = load_matrices(address + quad * 64, 4)
-        if self.wide or self.spec.native:
-            return [(words[0], words[1]), (words[2], words[3])]
-        io = self.spec.io_kind
-        return [(bits(low_half(io, word)), bits(high_half(io, word))) for word in words]
+        return [word for k in range(self.pieces // 4) for word in load_matrices(address + k * 64, 4)]
+
+    def operand(self, words, k):
+        """B-fragment of the read-out's k-th MMA: two words for 16 columns, or one as f32 bits for 8."""
+        if self.spec.native:
+            return words[2 * k], words[2 * k + 1]
+        return bits(low_half(self.spec.io_kind, words[k])), bits(high_half(self.spec.io_kind, words[k]))

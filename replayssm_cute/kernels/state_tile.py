@@ -60,35 +60,39 @@ class StateTile:
         self.readout_c = readout_c
         self.parts = spec.chunk // PART
 
-    def read_out(self, address, c_addresses, lane):
+    def read_out(self, address, c_words, lane):
         """S·C of this warp's rows: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
         spec = self.spec
         row, side = lane % P_TILE, lane // P_TILE
         corner = row * 128 + ((side ^ (row % 8)) * 16)
         # Two chains of accumulation: an MMA's latency is several times its issue interval.
         chains = [[[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
-        # A 128-byte row of the state is four pairs of 16-byte chunks; C's pieces have as many columns as its chunks.
-        for pair in range(0, 4 * spec.blocks, 2):
-            operands = [self.readout_c.operands(at, pair // 2) for at in c_addresses]
-            for k in range(2):
-                at = address + (corner ^ ((pair + k) % 4 * 32))
-                for tile in range(spec.tiles):
-                    words = load_matrices(at + ((pair + k) // 4 * spec.rows + tile * P_TILE) * 128, 4)
-                    for n in range(spec.token_tiles):
-                        self._multiply(chains[tile][n], k, words, operands[n])
+        for pair in range(4 * spec.blocks):  # pairs of 16-byte chunks, four in a 128-byte row of the state
+            operands = [self._operands(words, pair) for words in c_words]
+            at = address + (corner ^ (pair % 4 * 32))
+            for tile in range(spec.tiles):
+                rows = load_matrices(at + (pair // 4 * spec.rows + tile * P_TILE) * 128, 4)
+                for n in range(spec.token_tiles):
+                    self._multiply(chains[tile][n], pair % 2, rows, operands[n])
         return [[[a + b for a, b in zip(*chain, strict=True)] for chain in tile] for tile in chains]
 
-    def _multiply(self, chain, k, words, operands):
-        """Add two chunks of columns: words are (row g, g + 8) of the first, then of the second."""
+    def _operands(self, c_words, pair):
+        """C's B-fragments for a pair of chunks: one, or one for each chunk where 2-byte values go through tf32."""
+        if self.spec.native or self.spec.state_kind == "f32":
+            return [self.readout_c.operand(c_words, pair)]
+        return [self.readout_c.operand(c_words, 2 * pair + k) for k in range(2)]
+
+    def _multiply(self, chain, which, rows, operands):
+        """Add two chunks of columns: `rows` are words of (row g, g + 8) of the first, then of the second."""
         kind = self.spec.state_kind
         if self.spec.native:
-            chain[k] = mma_16bit(kind, chain[k], words, operands[k])
+            chain[which] = mma_16bit(kind, chain[which], rows, operands[0])
         elif kind == "f32":
-            chain[k] = mma_tf32(chain[k], words, operands[k])
+            chain[which] = mma_tf32(chain[which], rows, operands[0])
         else:
-            for q in range(2):
-                a_frag = [bits(half(kind, word)) for half in (low_half, high_half) for word in words[2 * q : 2 * q + 2]]
-                chain[q] = mma_tf32(chain[q], a_frag, operands[2 * k + q])
+            for k in range(2):
+                a_frag = [bits(half(kind, word)) for half in (low_half, high_half) for word in rows[2 * k : 2 * k + 2]]
+                chain[k] = mma_tf32(chain[k], a_frag, operands[k])
 
     def _chunks(self, tile, block, side, g, t):
         """This lane's two 16-byte chunks of row g + 8 side, as words (undoing the 128-byte swizzle)."""

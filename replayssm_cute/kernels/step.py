@@ -250,15 +250,17 @@ class StepKernel:
 
             # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
+            c_held = [self.readout_c.words(at) for at in c_rows] if self.readout_c.held else []
             read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
             refill = cutlass.const_expr(config.stages < config.turns)
-            self.next_read_out(read_out, address, barriers, c_rows, Int32(0), Int32(0), warp, lane)
+            self.next_read_out(read_out, address, barriers, c_rows, c_held, Int32(0), Int32(0), warp, lane)
             if cutlass.const_expr(refill) and not flush:
                 cute.arch.sync_warp()
                 self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
-            flush_b = self.state_tile.new_b()
-            if cutlass.const_expr(only_turn) and flush:
-                self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
+            if cutlass.const_expr(only_turn):
+                flush_b = self.state_tile.new_b()
+                if flush:
+                    self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
 
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
             appends = (head0 % p.heads_per_group == 0) & (split == 0)
@@ -309,15 +311,14 @@ class StepKernel:
                 if cutlass.const_expr(only_turn):
                     weights = self.weights.made(products, vectors, index, start, pnat, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
-                self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
                 if cutlass.const_expr(not only_turn):
                     self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
-                    if flush:
-                        self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
-                        self.flush(
-                            state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0,
-                            start, pnat, warp, lane,
-                        )  # fmt: skip
+                self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
+                if cutlass.const_expr(not only_turn) and flush:
+                    self.flush(
+                        state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0, start,
+                        pnat, warp, lane,
+                    )  # fmt: skip
                 if cutlass.const_expr(config.turns > 1):
                     cute.arch.sync_warp()
                     if cutlass.const_expr(refill) and flush:
@@ -332,7 +333,7 @@ class StepKernel:
                     input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
                     stage, phase = self.following(stage, phase)
                     if i + 1 < turns:
-                        self.next_read_out(read_out, address, barriers, c_rows, stage, phase, warp, lane)
+                        self.next_read_out(read_out, address, barriers, c_rows, c_held, stage, phase, warp, lane)
                         if cutlass.const_expr(refill) and not flush:
                             cute.arch.sync_warp()
                             self.refill(
@@ -356,13 +357,17 @@ class StepKernel:
         self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
         warp, lane,
     ):  # fmt: skip
-        """Flush the head whose state is in a stage and whose inputs are at `at`."""
+        """Flush the head whose state is in a stage and whose inputs are at `at`; `flush_b`: B's first part if asked for."""
+        coming = flush_b
+        if cutlass.const_expr(flush_b is None):
+            coming = self.state_tile.new_b()
+            self.state_tile.first_b(coming, b_cache, slot, group, start, pnat, lane // 4, lane % 4)
         for tile in cutlass.range(self.spec.tiles, unroll=1):
             offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * 128)
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
             self.state_tile.flush(
-                state, b_cache, vectors, words, x_words, flush_b, index, slot, group, head, p0 + P_TILE * tile, start,
+                state, b_cache, vectors, words, x_words, coming, index, slot, group, head, p0 + P_TILE * tile, start,
                 pnat, lane // 4, lane % 4,
             )  # fmt: skip
 
@@ -373,12 +378,15 @@ class StepKernel:
         return Int32(cutlass.select_(wraps, 0, stage + 1)), Int32(cutlass.select_(wraps, phase ^ 1, phase))
 
     @cute.jit
-    def next_read_out(self, read_out, address, barriers, c_rows, stage, phase, warp, lane):
+    def next_read_out(self, read_out, address, barriers, c_rows, c_held, stage, phase, warp, lane):
         """Wait for a stage's state and leave S·C in `read_out`."""
         shared = self.spec.shared
+        c_words = c_held
+        if cutlass.const_expr(not self.readout_c.held):
+            c_words = [self.readout_c.words(at) for at in c_rows]
         cute.arch.mbarrier_wait(barriers + stage, phase)
         tile = address + (stage * shared.stage_bytes + warp * shared.warp_bytes)
-        sums = self.state_tile.read_out(tile, c_rows, lane)
+        sums = self.state_tile.read_out(tile, c_words, lane)
         for k in cutlass.range_constexpr(self.spec.tiles * self.spec.token_tiles):
             for e in cutlass.range_constexpr(4):
                 read_out[4 * k + e] = sums[k // self.spec.token_tiles][k % self.spec.token_tiles][e]
