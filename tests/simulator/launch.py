@@ -1,0 +1,85 @@
+"""Runs a step kernel's whole grid on a call's CPU tensors, CTA by CTA, its warps in turn between barriers."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from replayssm_cute.calls import Call
+from replayssm_cute.config import TileConfig, shared_layout
+from replayssm_cute.problem import Problem
+
+from .memory import Global, Shared
+from .source import KERNELS, Source
+from .values import NOW, Warp
+
+INPUTS = ("x", "dt", "B", "C", "z")  # what a predecessor may still be writing when the kernel starts, under PDL
+ORDER = (
+    "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C",
+    "out", "D", "z", "dt_bias", "state_batch_indices",
+)  # fmt: skip
+END = object()
+REGIONS = ("inputs", "c", "products", "weights", "vectors", "barriers")
+
+
+class Cta:
+    """One CTA: its shared memory, barriers and how often all its warps met."""
+
+    def __init__(self, block: int, problem: Problem, config: TileConfig) -> None:
+        layout = shared_layout(problem, config)
+        self.block, self.epoch = block, 0
+        self.shared = Shared(layout.total, {"state": 0} | {name: getattr(layout, name) for name in REGIONS})
+        self.barriers: dict[int, Any] = {}
+
+
+class Run:
+    """A launch, and afterwards what it did: tensors with counts, CTAs, bank conflicts by function."""
+
+    def __init__(self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS) -> None:
+        self.problem, self.config = problem, config
+        self.kernel = source.module("step").StepKernel(problem, config)
+        self.tensors: dict[str, Global] = {}
+        for name in ORDER:
+            if (t := getattr(call, name)) is not None:
+                self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS)
+        self.spaces = {t.base >> 40: t for t in self.tensors.values()}
+        self.ctas: list[Cta] = []
+        self.conflicts: collections.Counter[str] = collections.Counter()
+        self.unfinished: list[tuple[int, int]] = []  # CTA and warp that ended with copies on their way
+        NOW.run, NOW.warp = self, Warp(0, inputs_ready=False)
+        arguments = [self.tensors.get(name) for name in ORDER]
+        self.kernel(*arguments, call.pad_slot_id, None)
+
+    def note_conflicts(self, where: str, ways: int) -> None:
+        self.conflicts[where] = max(self.conflicts[where], ways)
+
+    def launch(self, start: Callable[[], Iterator[None]], *, grid: list[int], block: list[int], **_: Any) -> None:
+        with np.errstate(all="ignore"):
+            for number in range(grid[0]):
+                self._cta(start, number, block[0] // 32)
+
+    def _cta(self, start: Callable[[], Iterator[None]], number: int, warps: int) -> None:
+        cta = NOW.cta = Cta(number, self.problem, self.config)
+        running = [(Warp(w, inputs_ready=not self.problem.pdl), start()) for w in range(warps)]
+        order = random.Random(number)
+        while running:
+            order.shuffle(running)  # what the order of warps decides must not matter
+            waiting = []
+            for warp, body in running:
+                NOW.warp = warp
+                if next(body, END) is not END:
+                    waiting.append((warp, body))
+                elif any(map(len, (warp.uncommitted, *warp.groups))):
+                    self.unfinished.append((number, warp.index))
+            assert len(waiting) in (0, len(running)), "a barrier that some warps never reach"
+            running = waiting
+            cta.epoch += 1
+            for warp, _ in running:
+                warp.converged("a CTA's barrier")
+                warp.epoch += 1
+        assert not any(barrier.copies for barrier in cta.barriers.values()), "a CTA ended while its state was on its way"
+        self.ctas.append(cta)
