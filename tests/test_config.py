@@ -11,7 +11,10 @@ import pytest
 
 from replayssm_cute import target
 from replayssm_cute.config import (
+    INPUT_STAGES,
+    MAX_THREADS,
     MIN_REGISTERS,
+    P_TILE,
     RINGS,
     SHARED_RESERVED,
     TileConfig,
@@ -35,18 +38,20 @@ GEOMETRIES = [
 
 
 def configs() -> list[TileConfig]:
-    axes = (1, 2, 3, 4, 7, 8, 16), (1, 2, 3, 4), (1, 2, 4, 5, 8), RINGS, (1, 3)
+    axes = (1, 2, 4, 7, 16), (1, 2, 4), (1, 2, 5), RINGS, (1, 3), (0, 3), (1, 2, 4), (1, 2, 5)
     return [TileConfig(*values) for values in itertools.product(*axes)]
 
 
 def test_json_round_trip() -> None:
-    config = TileConfig(4, 2, 1, "whole", 3)
+    config = TileConfig(4, 2, 1, "whole", 3, 5, parallel_heads=2, tiles_per_warp=2)
     again = TileConfig.from_json(json.loads(json.dumps(config.to_json())))
     assert again == config and hash(again) == hash(config)
     assert TileConfig.from_json({"heads_per_cta": 4}) == TileConfig(4), "missing fields take the default"
 
 
-@pytest.mark.parametrize("field", ["heads_per_cta", "stages", "head_split", "ctas_per_sm"])
+@pytest.mark.parametrize(
+    "field", ["heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"]
+)
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
 def test_values_are_positive_ints(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"config: {field} is {value!r}, expected a positive int"):
@@ -65,7 +70,10 @@ def test_the_tail_cuts_rows_into_single_heads() -> None:
     config = TileConfig(4, 2, 2, tail_rows=3)
     assert config.ctas(PROBLEM, 10) == 7 * (128 // 4) * 2 + 3 * 128 * 2
     assert config.ctas(PROBLEM, 2) == 2 * 128 * 2, "a batch smaller than the tail is all tail"
-    assert "more than one head" in str(TileConfig(tail_rows=1).invalid_reason(PROBLEM, H200))
+    for one_turn in (TileConfig(tail_rows=1), TileConfig(4, parallel_heads=4, tail_rows=1)):
+        assert "tail_rows needs CTAs that take heads in turn" in str(one_turn.invalid_reason(PROBLEM, H200))
+    pairs = TileConfig(4, 2, parallel_heads=2, tail_rows=3)
+    assert pairs.ctas(PROBLEM, 10) == 7 * (128 // 4) + 3 * 128 // 2, "the smallest CTA has a head for each of its sides"
     assert usual_tail(PROBLEM, H200) == 8
     assert usual_tail(dataclasses.replace(PROBLEM, heads=16, groups=1), H200) == 66
 
@@ -74,6 +82,23 @@ def test_the_tail_cuts_rows_into_single_heads() -> None:
 def test_the_ring_is_read_in_a_known_way(value: object) -> None:
     with pytest.raises(ValueError, match=f"config: ring is {value!r}, expected one of"):
         TileConfig.from_json({"ring": value})
+
+
+def test_heads_at_a_time_and_tiles_a_warp_make_the_warps() -> None:
+    assert TileConfig(4, parallel_heads=2).turns == 2
+    assert TileConfig(4).turns == 4
+    assert TileConfig(4, parallel_heads=2).warps(PROBLEM) == 8
+    assert TileConfig(4, parallel_heads=2, tiles_per_warp=2).warps(PROBLEM) == 4
+    assert TileConfig(4, parallel_heads=2, head_split=2, tiles_per_warp=2).warps(PROBLEM) == 2
+    assert TileConfig(tiles_per_warp=5).warps(dataclasses.replace(PROBLEM, head_dim=80)) == 1
+
+
+def test_labels_are_short_and_say_what_is_unusual() -> None:
+    assert TileConfig().label() == "h1 s1 p1 live c1"
+    assert TileConfig(4, 2, ctas_per_sm=3, tail_rows=8).label() == "h4 s2 p1 live c3 t8"
+    assert TileConfig(4, 2, parallel_heads=2).label() == "h4/2 s2 p1 live c1"
+    assert TileConfig(tiles_per_warp=2, ring="whole").label() == "h1 s1 p1 r32 whole c1"
+    assert TileConfig(2, 1, 2, "live", 2, 0, 2, 5).label() == "h2/2 s1 p2 r80 live c2"
 
 
 def test_labels_tell_configs_apart() -> None:
@@ -90,11 +115,17 @@ def test_unknown_fields_are_refused() -> None:
     [
         (TileConfig(3), "heads_per_cta 3 does not divide 16 heads per group"),
         (TileConfig(32), "heads_per_cta 32 does not divide 16"),
-        (TileConfig(2, 3), "stages 3 is outside 1..heads_per_cta"),
-        (TileConfig(1, 1, 3), "head_split 3 does not divide 4 tiles"),
+        (TileConfig(4, parallel_heads=3), r"parallel_heads 3 does not divide heads_per_cta \(4\)"),
+        (TileConfig(2, parallel_heads=4), r"parallel_heads 4 does not divide heads_per_cta \(2\)"),
+        (TileConfig(2, 3), r"stages 3 is outside 1..heads_per_cta / parallel_heads \(2\)"),
+        (TileConfig(4, 3, parallel_heads=2), r"stages 3 is outside 1..heads_per_cta / parallel_heads \(2\)"),
+        (TileConfig(1, 1, 3), "head_split 3 x tiles_per_warp 1 does not divide 4 tiles of 16 rows"),
+        (TileConfig(head_split=2, tiles_per_warp=4), "head_split 2 x tiles_per_warp 4 does not divide 4 tiles"),
+        (TileConfig(tiles_per_warp=5), "head_split 1 x tiles_per_warp 5 does not divide 4 tiles"),
         (TileConfig(8, 8), "bytes of shared memory"),
         (TileConfig(ctas_per_sm=7), "ctas_per_sm 7 needs .* bytes of shared memory"),
         (TileConfig(head_split=4, ctas_per_sm=65), "ctas_per_sm 65 needs"),
+        (TileConfig(8, parallel_heads=8), "bytes of shared memory"),
     ],
     ids=lambda v: v.label() if isinstance(v, TileConfig) else "",
 )
@@ -121,9 +152,11 @@ def test_no_valid_config_exceeds_the_target(arch: str) -> None:
                     threads = config.ctas_per_sm * config.warps(problem) * 32
                     assert threads <= where.threads_per_sm
                     assert threads * MIN_REGISTERS <= where.registers_per_sm
-                    assert config.warps(problem) * config.head_split * 16 == P
-                    assert 1 <= config.warps(problem) <= 32
-                    assert config.ctas(problem, 3) * config.heads_per_cta == 3 * H * config.head_split
+                    rows = config.warps(problem) * config.tiles_per_warp * P_TILE
+                    assert rows * config.head_split == P * config.parallel_heads
+                    assert 1 <= config.warps(problem) * 32 <= MAX_THREADS
+                    at_a_time = config.parallel_heads if config.tail_rows else config.heads_per_cta
+                    assert config.ctas(problem, 3) * at_a_time == 3 * H * config.head_split
     assert offered > 100
 
 
@@ -144,6 +177,10 @@ def test_registers_and_threads_limit_the_ctas() -> None:
     assert "ctas_per_sm 17 needs 2176 threads" in str(TileConfig(ctas_per_sm=17).invalid_reason(PROBLEM, roomy))
     assert "leaves 56 registers a thread" in str(TileConfig(ctas_per_sm=9).invalid_reason(PROBLEM, roomy))
     assert TileConfig(ctas_per_sm=8).is_valid(PROBLEM, roomy)
+    wide = dataclasses.replace(PROBLEM, head_dim=128, d_state=64, state_dtype="bf16")
+    assert TileConfig(2, parallel_heads=2).is_valid(wide, roomy), "512 threads"
+    said = TileConfig(4, parallel_heads=4).invalid_reason(wide, roomy)
+    assert said == "needs 1024 threads a CTA, more than 512"
 
 
 def test_the_default_rule_follows_the_batch() -> None:
@@ -161,19 +198,32 @@ def test_the_default_rule_says_when_nothing_fits() -> None:
 
 @pytest.mark.parametrize("state", ["f32", "bf16"])
 def test_shared_regions_do_not_overlap(state: str) -> None:
-    """States, products, vectors and barriers follow each other, each at its alignment, and `total` holds them all."""
+    """States, inputs, C, products, weights, vectors and barriers follow each other, and `total` holds them all."""
     for H, P, N, G in GEOMETRIES:
         for config in configs():
-            problem = Problem(H, P, N, G, tokens=5, window=11, state_dtype=state)
+            problem = Problem(H, P, N, G, tokens=5, window=11, state_dtype=state, has_z=config.stages == 2)
             if not config.is_valid(problem, H200):
                 continue
-            at = shared_layout(problem, config)
-            bytes_per_head = P * N * problem.state_bytes // config.head_split
-            assert at.stage_bytes == bytes_per_head == config.warps(problem) * at.warp_bytes
-            assert at.stage_bytes % 1024 == 0, "the swizzle repeats every 1,024 bytes"
-            assert at.products >= config.stages * at.stage_bytes
-            assert at.vectors >= at.products + at.slices * at.product_floats * 4
-            assert at.barriers >= at.vectors + config.heads_per_cta * at.vector_floats * 4
-            assert at.total >= at.barriers + config.warps(problem) * config.stages * 8
-            assert at.products % 16 == at.vectors % 16 == at.barriers % 8 == 0
+            at, warps, heads = shared_layout(problem, config), config.warps(problem), config.heads_per_cta
+            bytes_at_a_time = P * N * problem.state_bytes * config.parallel_heads // config.head_split
+            assert at.stage_bytes == bytes_at_a_time == warps * at.warp_bytes
+            assert at.warp_bytes % 1024 == 0, "the swizzle repeats every 1,024 bytes"
+            assert at.input_stages == min(config.stages, INPUT_STAGES)
+            assert at.input_bytes == config.tiles_per_warp * at.input_tile_bytes
+            rows = config.ring_positions(problem) + problem.tokens * (2 if problem.has_z else 1)
+            assert at.input_tile_bytes >= rows * 2 * P_TILE and at.input_tile_bytes % 128 == 0
+            assert at.inputs >= config.stages * at.stage_bytes and at.inputs % 128 == 0
+            assert at.c >= at.inputs + at.input_stages * warps * at.input_bytes
+            assert at.products >= at.c + problem.tokens * at.c_stride
+            assert at.c_stride >= 2 * N and at.c_stride % 128 == 16, (
+                "rows of eight tokens in eight different bank quads"
+            )
+            assert at.weights >= at.products + at.slices * at.product_floats * 4
+            weight_bytes = heads * at.weight_floats * 4 if config.turns > 1 else 0
+            assert at.weight_floats == problem.tokens * at.weight_stride
+            assert at.weight_stride >= config.ring_positions(problem) + 8 and at.weight_stride % 16 == 8
+            assert at.vectors >= at.weights + weight_bytes
+            assert at.barriers >= at.vectors + heads * at.vector_floats * 4
+            assert at.total >= at.barriers + warps * config.stages * 8
+            assert at.c % 16 == at.products % 16 == at.weights % 16 == at.vectors % 16 == at.barriers % 8 == 0
             assert at.total == config.shared_bytes(problem)

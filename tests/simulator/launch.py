@@ -81,5 +81,7 @@ class Run:
             for warp, _ in running:
                 warp.converged("a CTA's barrier")
                 warp.epoch += 1
-        assert not any(barrier.copies for barrier in cta.barriers.values()), "a CTA ended while its state was on its way"
+        assert not any(barrier.copies for barrier in cta.barriers.values()), (
+            "a CTA ended while its state was on its way"
+        )
         self.ctas.append(cta)
