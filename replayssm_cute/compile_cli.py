@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import compiler
-from .config import TileConfig, default_config
+from .config import TileConfig, default_config, default_configs
 from .problem import Problem
 from .target import named
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen = configs + forced
             if not chosen:
                 # Both sides of the default rule, unless the batches are named.
-                chosen = [default_config(problem, target, b) for b in args.batch or (1, 1 << 16)]
+                chosen = [default_config(problem, target, b) for b in args.batch] or default_configs(problem, target)
             items += [(problem, config, target) for config in dict.fromkeys(chosen)]
 
     def report(done: compiler.Done, count: int, total: int) -> None:

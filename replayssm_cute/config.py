@@ -258,6 +258,10 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     )
 
 
+# Heads a multiprocessor from which the default rule gives a warp two tiles, and a CTA several heads.
+SOME, MANY = 8, 48
+
+
 def usual_tail(problem: Problem, target: Target) -> int:
     """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
 
@@ -277,14 +281,14 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     Raises:
         ValueError: if nothing fits.
     """
-    if batch * problem.heads >= 48 * target.sms:
+    if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
         for heads, ctas in ((4, 3), (4, 1), (2, 3), (2, 1)):
             config = TileConfig(heads_per_cta=heads, stages=2, ctas_per_sm=ctas, tail_rows=tail)
             if config.is_valid(problem, target):
                 return config
     wide = TileConfig(tiles_per_warp=2)
-    if batch * problem.heads >= 8 * target.sms and wide.is_valid(problem, target):
+    if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
         return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
         config = TileConfig(head_split=split)
@@ -293,3 +297,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     raise ValueError(
         f"config: no tile config of {problem.label()} fits {target.name}: {config.invalid_reason(problem, target)}"
     )
+
+
+def default_configs(problem: Problem, target: Target) -> list[TileConfig]:
+    """Every config that the default rule gives for some batch, for the smallest batches first."""
+    starts = (1, *(-(-n * target.sms // problem.heads) for n in (SOME, MANY)))
+    return list(dict.fromkeys(default_config(problem, target, batch) for batch in starts))

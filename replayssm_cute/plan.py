@@ -408,7 +408,7 @@ def prepare(problem: Problem, device: int) -> None:
     with _lock:
         if (problem, device) not in _prepared:
             failed = [c for c in tables.candidates(problem, device_target(device)) if not touch(problem, c, device)]
-            for batch in (1, selfcheck.LARGE) if failed else ():
+            for batch in (1, 1 << 16) if failed else ():  # either end of the default rule
                 eligible(problem, batch, tables.Choice(failed[0], "default", ""), device)
             _prepared.add((problem, device))
 

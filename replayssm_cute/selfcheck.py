@@ -31,7 +31,7 @@ import torch
 
 from . import compare, compiler, fingerprint
 from .calls import Call, random_call
-from .config import P_TILE, RINGS, TileConfig, default_config
+from .config import P_TILE, RINGS, TileConfig, default_config, default_configs
 from .problem import Problem
 from .target import Target
 
@@ -40,7 +40,6 @@ log = logging.getLogger("replayssm_cute")
 FORMAT = 1  # of a verdict's file
 OUTCOMES = ("passed", "failed", "crashed")
 ROWS = 6  # live rows of a trial, and as many again in the tail of a config that has one
-LARGE = 1 << 16  # a batch on the far side of the default rule
 HANG_SECONDS = 60.0  # a trial takes microseconds; the rest is for a GPU that others keep busy
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -124,7 +123,7 @@ def excluded(problem: Problem, config: TileConfig, index: int) -> Verdict | None
 
 def substitutes(problem: Problem, batch: int, target: Target) -> list[TileConfig]:
     """What may serve in place of a failed config, in this order: the default rule's configs, then plain ones."""
-    rule = [default_config(problem, target, b) for b in (batch, 1, LARGE)]
+    rule = [default_config(problem, target, batch), *default_configs(problem, target)]
     splits = range(1, problem.head_dim // P_TILE + 1)
     plain = [TileConfig(head_split=split, ring=ring) for ring in RINGS for split in splits]
     return list(dict.fromkeys((*rule, *(c for c in plain if c.is_valid(problem, target)))))

@@ -289,7 +289,7 @@ def test_forced_config_runs_and_an_invalid_one_says_why(cpu_as_gpu: None) -> Non
     run(call, config=TileConfig(head_split=2))
     (made,) = plans()
     assert made.choice == tables.Choice(TileConfig(head_split=2), "forced", "the caller's config argument")
-    with pytest.raises(ValueError, match="head_split 3 does not divide 4 tiles"):
+    with pytest.raises(ValueError, match="head_split 3 x tiles_per_warp 1 does not divide 4 tiles"):
         run(call, config=TileConfig(head_split=3))
     with pytest.raises(TypeError, match="config: got dict"):
         run(call, config={"head_split": 2})  # type: ignore[arg-type]

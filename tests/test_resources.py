@@ -78,5 +78,5 @@ def test_resources_from_bad_json(change: dict[str, object]) -> None:
 
 
 def test_inspect_refuses_an_invalid_config(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="head_split 3 does not divide"):
+    with pytest.raises(ValueError, match="head_split 3 x tiles_per_warp 1 does not divide"):
         resources.inspect(SMALL, TileConfig(head_split=3), named("sm_100a"))

@@ -24,7 +24,7 @@ from test_oracle_teeth import CASES, step
 
 from replayssm_cute import api, compiler, plan, ring, selfcheck, tables, warmup
 from replayssm_cute.calls import Call, random_call
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig, default_configs
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
@@ -32,7 +32,7 @@ fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
 
 PLAIN = TileConfig()
-LARGE = default_config(SMALL, H200, selfcheck.LARGE)
+WIDE, LARGE = default_configs(SMALL, H200)[1:]
 CPU = torch.device("cpu")
 Change = Callable[[FakeKernel, tuple[Any, ...]], None]
 
@@ -227,9 +227,9 @@ def test_a_wrong_kernel_is_left_out_with_one_warning_and_another_serves(
     checkpointing_ssu_reference(**expected.kwargs())
     run(call)
     assert torch.equal(call.out, expected.out) and torch.equal(call.x_cache.isnan(), expected.x_cache.isnan())
-    assert launched[-1] == LARGE
+    assert launched[-1] == WIDE
     (made,) = plan._plans.values()
-    assert (made.choice.config, made.choice.source) == (LARGE, "fallback")
+    assert (made.choice.config, made.choice.source) == (WIDE, "fallback")
     assert PLAIN.label() in made.choice.reason
     run(random_call(SMALL, 5))
     warmup([SMALL], [1], device=-1)
@@ -244,9 +244,9 @@ def test_warmup_reports_what_serves(cpu_as_gpu: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(api, "checkpointing_ssu", lambda **k: k["out"])
     break_kernels(monkeypatch, one_percent, PLAIN)
     coverage = warmup([SMALL], [2], device=-1)
-    assert coverage.kernels == [(SMALL, LARGE)]
-    assert [(c.config, c.source) for c in coverage.covered] == [(LARGE, "fallback")]
-    assert coverage.verified == 2
+    assert coverage.kernels == [(SMALL, WIDE), (SMALL, LARGE)]
+    assert [(c.config, c.source) for c in coverage.covered] == [(WIDE, "fallback")]
+    assert coverage.verified == 3
     next_process()
     assert warmup([SMALL], [2], device=-1).verified == 0
 
@@ -257,21 +257,21 @@ def test_explain_knows_what_this_process_left_out(cpu_as_gpu: None, monkeypatch:
     break_kernels(monkeypatch, one_percent, PLAIN)
     run(random_call(SMALL, 2))
     explained = api.explain(problem=SMALL, batch=2)
-    assert (explained.config, explained.source) == (LARGE, "fallback")
+    assert (explained.config, explained.source) == (WIDE, "fallback")
     assert f"config {PLAIN.label()} (default) failed its self-check" in str(explained)
     assert api.explain(problem=SMALL, batch=2, target="h200").config == PLAIN  # of an H200, not of this one
 
 
 def test_substitutes_are_tried_in_order_until_one_passes(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     order = selfcheck.substitutes(SMALL, 2, H200)
-    assert order[:2] == [PLAIN, LARGE] and order[2] == TileConfig(head_split=2)
+    assert order[:3] == [PLAIN, WIDE, LARGE] and order[3] == TileConfig(head_split=2)
     assert TileConfig(ring="whole") in order and all(c.is_valid(SMALL, H200) for c in order)
-    assert selfcheck.substitutes(SMALL, 1 << 20, H200)[:2] == [LARGE, PLAIN]
-    break_kernels(monkeypatch, one_percent, *order[:2])
+    assert selfcheck.substitutes(SMALL, 1 << 20, H200)[:3] == [LARGE, PLAIN, WIDE]
+    break_kernels(monkeypatch, one_percent, *order[:3])
     run(random_call(SMALL, 2))
     (made,) = plan._plans.values()
-    assert made.choice.config == order[2]
-    assert {c for _, c, _ in selfcheck._verdicts} == set(order[:3]), "configs were checked that nobody needed"
+    assert made.choice.config == order[3]
+    assert {c for _, c, _ in selfcheck._verdicts} == set(order[:4]), "configs were checked that nobody needed"
 
 
 def test_if_all_fail_the_call_raises_and_touches_nothing(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_if_all_fail_the_call_raises_and_touches_nothing(cpu_as_gpu: None, monke
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:
             run(call)
-        for part in (SMALL.label(), "NVIDIA H200", f"config {PLAIN.label()} failed: out error", LARGE.label(), "CPU"):
+        for part in (SMALL.label(), "NVIDIA H200", f"config {PLAIN.label()} failed: out error", WIDE.label(), "CPU"):
             assert part in str(caught.value)
     assert torch.equal(call.state.isnan(), before.state.isnan()) and call.out.isnan().all()
     assert not plan._plans and not plan._touched
@@ -424,7 +424,7 @@ def test_warm_calls_do_not_come_near_it(cpu_as_gpu: None, monkeypatch: pytest.Mo
 def test_a_verdict_is_kept_for_the_next_process(cpu_as_gpu: None, fake_compiler: Path) -> None:
     run(random_call(SMALL, 2))
     files = verdicts(fake_compiler)
-    assert len(files) == 2 and not list(fake_compiler.rglob("*.tmp"))
+    assert len(files) == 3 and not list(fake_compiler.rglob("*.tmp"))
     kernel_directory = fake_compiler / compiler.key(SMALL, PLAIN, "sm_90a")
     assert sum(file.parent == kernel_directory for file in files) == 1
     data = json.loads(files[0].read_text())
@@ -433,7 +433,7 @@ def test_a_verdict_is_kept_for_the_next_process(cpu_as_gpu: None, fake_compiler:
     next_process()
     run(random_call(SMALL, 2))
     assert selfcheck.count() == before
-    assert compiler.counters().compiled == 2
+    assert compiler.counters().compiled == 3
 
 
 def test_a_failed_kernel_is_not_even_loaded_in_the_next_process(
@@ -445,7 +445,7 @@ def test_a_failed_kernel_is_not_even_loaded_in_the_next_process(
     caplog.clear()
     launched.clear()
     run(random_call(SMALL, 2))
-    assert set(launched) == {LARGE} and {r.config for r, _ in compiler._memory} == {LARGE}
+    assert set(launched) == {WIDE, LARGE} and {r.config for r, _ in compiler._memory} == {WIDE, LARGE}
     assert len(warnings(caplog)) == 1, "each process says why a config is missing"
 
 
@@ -478,10 +478,10 @@ def test_another_gpu_driver_check_or_kernel_is_checked_anew(
         else:
             patch.setattr(selfcheck, "gpu", lambda index: dataclasses.replace(GPU, **change))
         run(random_call(SMALL, 2))
-    assert selfcheck.count() == before + 2
+    assert selfcheck.count() == before + 3
     next_process()
     run(random_call(SMALL, 2))
-    assert selfcheck.count() == before + 2, "the verdicts of before are still there"
+    assert selfcheck.count() == before + 3, "the verdicts of before are still there"
 
 
 def edited(**change: Any) -> Callable[[bytes], bytes]:
@@ -538,7 +538,7 @@ def test_where_nothing_can_be_written_each_process_checks(
     for process in (1, 2):
         next_process()
         run(random_call(SMALL, 2))
-        assert selfcheck.count() == before + 2 * process
+        assert selfcheck.count() == before + 3 * process
     assert len([line for line in warnings(caplog) if "cannot be written" in line]) == 2  # one a process
 
 

@@ -341,6 +341,7 @@ class StepKernel:
                                 slot32,
                             )  # fmt: skip
         else:
+            cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
             self.tokens.store_zeros(out, row, first, turns, p0, lane)
 
