@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import compiler
+from .cache import CacheSpec, recipes
 from .config import TileConfig, default_config, default_configs
 from .problem import Problem
 from .target import named
@@ -37,6 +39,14 @@ def _parse_problems(texts: Sequence[str], files: Sequence[str]) -> list[tuple[Pr
     return wanted
 
 
+def _cache_spec(text: str) -> CacheSpec:
+    data = json.loads(text)
+    known = {f.name for f in dataclasses.fields(CacheSpec)}
+    if not isinstance(data, dict) or set(data) - known:
+        raise ValueError(f"--cache: got {text}, expected an object with fields of {', '.join(sorted(known))}")
+    return CacheSpec(**{"layers": 1, **data})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -47,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--problem", action="append", default=[], metavar="JSON", help="a problem's fields; repeatable")
     parser.add_argument("--plan", action="append", default=[], metavar="FILE", help="JSON list of problems, or a table")
+    parser.add_argument(
+        "--cache", action="append", default=[], metavar="JSON", help="a CacheSpec's fields: a cache's own kernels"
+    )
     parser.add_argument("--config", action="append", default=[], metavar="JSON", help="configs for every problem")
     parser.add_argument("--batch", action="append", type=int, default=[], help="batches whose default config is wanted")
     parser.add_argument("--workers", type=int, default=None, help="processes (default: CPUs)")
@@ -55,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = _parse_problems(args.problem, args.plan)
         forced = [TileConfig.from_json(json.loads(text)) for text in args.config]
         targets = [named(name) for name in args.target]
+        caches = [_cache_spec(text) for text in args.cache]
     except (ValueError, TypeError, KeyError, AttributeError, OSError, NotImplementedError) as error:
         parser.error(str(error))
-    if not wanted:
-        parser.error("nothing to compile: give --problem or --plan")
+    if not wanted and not caches:
+        parser.error("nothing to compile: give --problem, --plan or --cache")
     items: list[compiler.Item] = []
     for target in targets:
         for problem, configs in wanted:
@@ -75,5 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     results = compiler.compile_many(items, args.workers, report)
     failed = sum(r.error is not None for r in results)
-    print(f"{len(results) - failed} of {len(results)} kernels are in {compiler.cache_dir()}")
+    total = len(results)
+    for target in targets:  # few and small: not worth a process each
+        for recipe in dict.fromkeys(recipe for spec in caches for recipe in recipes.all_of(spec)):
+            total += 1
+            try:
+                compiler.entry_of(recipe, target)
+                print(f"{target.arch} {recipe.label()}", flush=True)
+            except Exception as error:  # a failing kernel must cost only itself
+                failed += 1
+                print(f"{target.arch} {recipe.label()}: FAILED: {type(error).__name__}: {error}", flush=True)
+    print(f"{total - failed} of {total} kernels are in {compiler.cache_dir()}")
     return 1 if failed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from oracle import as_array
 from test_cache_materialize import CYCLES, SPECS, expected_moves, filled, folded
 
-from replayssm_cute import compiler, fingerprint, resources, target
+from replayssm_cute import compile_cli, compiler, fingerprint, resources, target
 from replayssm_cute.cache import CacheSpec, ReplayCache, proof, recipes
 from replayssm_cute.cache.launches import Launches, _vector
 from replayssm_cute.cache.recipes import CacheRecipe
@@ -447,6 +448,23 @@ def test_exported_kernels_are_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         compiler.entry_of(recipes.CURSORS, target.named("h200"))
     assert compiler.counters() == compiler.Counters(compiled=1, disk=1)
+
+
+def test_a_build_host_compiles_a_caches_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
+    fields = {k: v for k, v in dataclasses.asdict(SPECS[0]).items() if k != "layers"}
+    assert compile_cli.main(["--target", "b300", "--cache", json.dumps(fields)]) == 0
+    assert f"5 of 5 kernels are in {tmp_path}" in capsys.readouterr().out
+    compiler.reset_counters()
+    for recipe in recipes.all_of(SPECS[0]):
+        compiler.entry_of(recipe, target.named("b300"))
+    assert compiler.counters() == compiler.Counters(disk=5)
+    for bad in ("[]", '{"headz": 1}'):
+        with pytest.raises(SystemExit):
+            compile_cli.main(["--target", "b300", "--cache", bad])
+        assert "--cache: got" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
 """Times of a cache's operations on this GPU: `python -m replayssm_cute.cache.bench`.
 
-Prints the time of the cursors' operations inside a CUDA graph, and the bandwidth of materialize, copy and reset beside
-that of a plain device-to-device copy of as many bytes. Bandwidths count every byte read and written once.
+Prints what a warmup takes, the time of the cursors' operations inside a CUDA graph, and the bandwidth of materialize,
+copy and reset beside that of a plain device-to-device copy of as many bytes; every byte read or written counts once.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from .. import compiler, target
+from .. import compiler, target, warmup
 from .launches import Launches
 from .recipes import CacheRecipe
 from .replay_cache import ReplayCache
@@ -137,17 +138,32 @@ def moves(state_dtype: str, layers: int, batch: int, *, cuts: bool) -> None:
             )  # fmt: skip
 
 
+def warm_up(layers: int) -> None:
+    """A warmup of ten batches on a cache of a 128-head model; what it covered, and how long it took."""
+    spec = CacheSpec(layers=layers, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
+    cache = ReplayCache.allocate(spec, 65, "cuda", A=[-torch.linspace(1, 16, 128)] * layers, pad_slot_id=0)
+    print(warmup([spec.problem()], [2**k for k in range(10)], cache=cache))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_cute.cache.bench", description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--cuts", action="store_true", help="also time other shapes of the folding kernel")
+    parser.add_argument("--warmup-only", action="store_true", help="time a warmup in this process, and nothing else")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
         return 1
+    if args.warmup_only:
+        warm_up(args.layers)
+        return 0
     print(torch.cuda.get_device_name())
+    for what in ("as the disk cache is", "again, from a warm disk cache"):
+        print(f"warmup in a process of its own, {what}:", flush=True)
+        command = [sys.executable, "-m", "replayssm_cute.cache.bench", "--warmup-only", "--layers", str(args.layers)]
+        subprocess.run(command, check=True)
     cursors()
     for state_dtype in ("f32", "bf16"):
         moves(state_dtype, args.layers, args.batch, cuts=args.cuts)

@@ -36,12 +36,12 @@ def prove(spec: CacheSpec, device: torch.device) -> int:
     if wanted <= _proven:
         return 0
     small = dataclasses.replace(spec, layers=min(spec.layers, LAYERS))
+    content = _content(small, device)
     for name, arguments in _operations(spec, device).items():
-        layers, shared = _content(small, device)
-        kernel, torch_ops = Launches(small, layers, shared, -1), TorchOps(small, *_content(small, device), -1)
-        getattr(kernel, name.partition(" ")[0])(*arguments)
-        getattr(torch_ops, name.partition(" ")[0])(*arguments)
-        _compare(name, small, _named(layers, shared), _named(torch_ops.layers, torch_ops.shared))
+        got, expected = (_copied(small, content) for _ in range(2))
+        getattr(Launches(small, *got, -1), name.partition(" ")[0])(*arguments)
+        getattr(TorchOps(small, *expected, -1), name.partition(" ")[0])(*arguments)
+        _compare(name, small, _named(*got), _named(*expected))
     count = len(wanted - _proven)
     _proven.update(wanted)
     return count
@@ -68,8 +68,11 @@ def _operations(spec: CacheSpec, device: torch.device) -> dict[str, tuple[object
     }
 
 
-def _content(spec: CacheSpec, device: torch.device) -> tuple[tuple[LayerTensors, ...], Shared]:
-    """The same random content each time; NaN in dead rows."""
+Content = tuple[tuple[LayerTensors, ...], Shared]
+
+
+def _content(spec: CacheSpec, device: torch.device) -> Content:
+    """Random content; NaN in dead rows."""
     layers, shared = layout.allocate(spec, SLOTS, device)
     gen = torch.Generator().manual_seed(0)
     start = torch.randint(0, spec.ring_rows, (SLOTS,), generator=gen)
@@ -87,6 +90,14 @@ def _content(spec: CacheSpec, device: torch.device) -> tuple[tuple[LayerTensors,
         layer.dt_cache.copy_(0.1 * torch.rand(layer.dt_cache.shape, generator=gen))
         for t in (layer.x_cache, layer.B_cache, layer.dt_cache):
             t.transpose(1, 2)[dead] = float("nan")
+    return layers, shared
+
+
+def _copied(spec: CacheSpec, content: Content) -> Content:
+    layers, shared = layout.allocate(spec, SLOTS, content[1].A.device)
+    for t, source in zip(_named(layers, shared).values(), _named(*content).values(), strict=True):
+        as_bits(t).copy_(as_bits(source))
+    shared.A.copy_(content[1].A)
     return layers, shared
 
 

@@ -53,8 +53,9 @@ class ReplayCache:
     def __init__(
         self, spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, pad_slot_id: int = -1
     ) -> None:
-        if not isinstance(pad_slot_id, int) or isinstance(pad_slot_id, bool):
-            raise TypeError(f"pad_slot_id: got {type(pad_slot_id).__name__}, expected int")
+        from ..plan import check_pad_slot_id  # which imports the compile cache
+
+        check_pad_slot_id(pad_slot_id)
         self.spec = spec
         self.layers = layers
         self.pad_slot_id = pad_slot_id

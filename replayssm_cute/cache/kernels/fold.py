@@ -118,6 +118,7 @@ class FoldKernel:
         """Advance the tile through the oldest `move.count` live rows, in place."""
         spec, shape = self.spec, self.shape
         x_cache, b_cache, dt_cache = ring
+        move = move._replace(count=cutlass.min(move.count, spec.window))  # what shared memory has room for
         x_words = self.ring_words(x_cache.place(move.src), head, spec.head_dim, p0, shape.tile, move, thread)
         group = head // (spec.heads // spec.groups)
         b_words = self.ring_words(b_cache.place(move.src), group, spec.d_state, 0, spec.d_state, move, thread)
