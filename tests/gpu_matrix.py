@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "without": ("nothing", "D", "dt_bias", "softplus", "z"),
     "dt": ("io", "f32"),
     "index": ("i32", "i64", None),
-    "tile": ("one", "several", "split", "whole", "several whole", "capped", "tail", "tail"),
+    "tile": ("one", "split", "whole", "several whole", "wide", "tail", "pairs"),
 }
 # Pairs of axes that need not be covered: they meet in no line of the kernel.
 UNPAIRED = {frozenset(("geometry", axis)) for axis in ("tokens", "without", "dt", "index", "tile")}
@@ -58,7 +58,11 @@ class Case:
 
 
 def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
-    """A valid config of a kind; the plain one where the target or the problem allows none."""
+    """A valid config of a kind; the plain one where the target or the problem allows none.
+
+    "wide" warps own several tiles of P, under a cap on registers, as "tail" is; "pairs" take two heads at a time, in
+    turns with a tail where there are heads enough.
+    """
     ring = "whole" if "whole" in kind else "live"
     tiles = problem.head_dim // 16
     wanted = {
@@ -66,8 +70,17 @@ def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
         "several": [TileConfig(heads_per_cta=n, stages=2) for n in (4, 2)],
         "split": [TileConfig(head_split=n) for n in range(2, tiles + 1)],
         "whole": [TileConfig(ring=ring)],
-        "capped": [TileConfig(ctas_per_sm=n) for n in (4, 3, 2)],
-        "tail": [TileConfig(heads_per_cta=n, stages=s, tail_rows=3) for n, s in ((8, 2), (7, 2), (4, 2), (2, 1))],
+        "wide": [TileConfig(tiles_per_warp=k, ctas_per_sm=n) for k in (2, 5) for n in (6, 4, 3, 2, 1)],
+        "tail": [
+            TileConfig(heads_per_cta=n, stages=s, tail_rows=3, ctas_per_sm=c)
+            for c in (3, 1)
+            for n, s in ((8, 2), (7, 2), (4, 2), (2, 1))
+        ],
+        "pairs": [
+            TileConfig(heads_per_cta=n, stages=s, tail_rows=tail, parallel_heads=2, tiles_per_warp=k)
+            for n, s, tail in ((8, 2, 3), (4, 2, 3), (4, 1, 3), (2, 1, 0))
+            for k in (2, 5, 1)
+        ],
         "several whole": [
             TileConfig(heads_per_cta=n, stages=s, ring=ring) for n, s in ((7, 3), (4, 4), (4, 2), (2, 2), (2, 1))
         ],
