@@ -2,7 +2,8 @@
 
 A CTA takes `heads_per_cta` heads of one group of one batch row, `parallel_heads` at a time. A warp owns one tile of
 16 rows of P, or several, in its head of each turn: it loads its own part of the state by TMA behind its own barrier,
-and its own x by asynchronous copies, so no CTA-wide wait stands between memory and arithmetic. With S the checkpoint, c the sums of A·dt (design, section 1), per token t:
+and its own x by asynchronous copies, so no CTA-wide wait stands between memory and arithmetic. With S the checkpoint
+and c the sums of A·dt, per token t:
 
     y_t = exp(C_tot + n_t) (S C_t) + sum_j G_old[j, t] x_j + sum_s G_new[s, t] x_s
     G_old[j, t] = exp(C_tot - c_j + n_t) dt_j (B_j·C_t)
@@ -358,7 +359,7 @@ class StepKernel:
         self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
         warp, lane,
     ):  # fmt: skip
-        """Flush the head whose state is in a stage and whose inputs are at `at`; `flush_b`: B's first part if asked for."""
+        """Flush the head whose state is in a stage, inputs at `at`; `flush_b` is B's first part if it was asked for."""
         coming = flush_b
         if cutlass.const_expr(flush_b is None):
             coming = self.state_tile.new_b()

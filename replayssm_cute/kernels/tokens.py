@@ -1,9 +1,8 @@
 """Inputs and outputs of the tokens: x of every position and the gates in shared memory, appended rows, the epilogue.
 
 A warp's inputs of one head are, for each tile of 16 values of P that it owns, rows of 32 bytes: x of the ring
-positions, x of the new
-tokens, z of the new tokens. The two halves of a row change places every four rows, so that ldmatrix finds eight
-rows of one half in different banks.
+positions, x of the new tokens, z of the new tokens. The two halves of a row change places every four rows, so that
+ldmatrix finds eight rows of one half in different banks.
 """
 
 from __future__ import annotations
