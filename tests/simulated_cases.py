@@ -67,6 +67,10 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     ),
     "head_dim 80, five CTAs a head": (dataclasses.replace(BASE, head_dim=80), TileConfig(head_split=5)),
     "128 x 256 bf16": (dataclasses.replace(BF16, heads=1, groups=1, head_dim=128, d_state=256), TileConfig()),
+    "d_state 256, two turns": (
+        dataclasses.replace(BASE, groups=1, d_state=256),
+        TileConfig(heads_per_cta=2, stages=2),
+    ),
     "bf16, two turns": (dataclasses.replace(BF16, heads=4), TileConfig(heads_per_cta=2, stages=2)),
     "bf16, two at a time in two turns": (
         dataclasses.replace(BF16, heads=4, groups=1, d_state=128),

@@ -18,7 +18,7 @@ from simulator.launch import Cta, Run
 from simulator.source import KERNELS, Source
 
 from replayssm_cute import compare, ring
-from replayssm_cute.calls import Call
+from replayssm_cute.calls import Call, random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
@@ -145,6 +145,20 @@ def test_a_whole_step(name: str) -> None:
     assert len(run.ctas) == config.ctas(problem, len(rows.slots))
     assert {where: ways for where, ways in run.conflicts.items() if ways > (2 if where in TWO_WAYS else 1)} == {}
     assert run.unfinished == [], "a CTA ended while copies were on their way"
+
+
+@pytest.mark.parametrize("config", [TileConfig(tiles_per_warp=2), TileConfig(2, ring="whole")], ids=TileConfig.label)
+def test_every_number_of_live_rows(config: TileConfig) -> None:
+    """From none to a full window, from starts all over the ring; numbers and counts as above."""
+    problem = dataclasses.replace(BASE, groups=1, tokens=5)
+    live = range(problem.window + 1)
+    starts = [7 * pnat % problem.ring_rows for pnat in live]
+    call = random_call(problem, len(live), ring_start=starts, pnat=list(live))
+    before = call.clone()
+    run = Run(problem, config, call)
+    violation = compare.bounds(problem).violation(compare.errors(before, call))
+    assert violation is None, violation
+    check_global(run, Rows(problem, before, None))
 
 
 # One slip each: (module, its text, what it becomes, what is said about it). The simulator must not let it pass.
