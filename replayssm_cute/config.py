@@ -283,8 +283,8 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
-        for heads, ctas in ((4, 3), (4, 1), (2, 3), (2, 1)):
-            config = TileConfig(heads_per_cta=heads, stages=2, ctas_per_sm=ctas, tail_rows=tail)
+        for heads in (4, 2):
+            config = TileConfig(heads_per_cta=heads, stages=2, tail_rows=tail)
             if config.is_valid(problem, target):
                 return config
     wide = TileConfig(tiles_per_warp=2)

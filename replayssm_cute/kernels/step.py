@@ -308,9 +308,10 @@ class StepKernel:
                 if cutlass.const_expr(not only_turn):
                     self.await_inputs(raw, at, start, pnat, lane)
                 gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
-                weights = self.weights.stored(raw, index, g, t)
                 if cutlass.const_expr(only_turn):
                     weights = self.weights.made(products, vectors, index, start, pnat, g, t)
+                else:
+                    weights = self.weights.stored(raw, index, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
                 if cutlass.const_expr(not only_turn):
                     self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
