@@ -15,6 +15,8 @@ WARP = 32
 MIN_REGISTERS = 64  # below, step kernels spill
 MAX_THREADS = 512  # a CTA; the kernels need more than 64 registers a thread
 RINGS = ("live", "whole")
+SHORT_WINDOW = 24  # up to which a flush holds its terms of all live rows in registers
+WHOLE_LIMIT = 16  # window and tokens up to which ring = "whole" is served
 INPUT_STAGES = 2  # heads whose x and z are in flight at most: they are asked for as soon as the cursors are known
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
@@ -106,8 +108,10 @@ class TileConfig:
         return problem.heads // self.heads_per_cta * self.head_split
 
     def ring_positions(self, problem: Problem) -> int:
-        """Ring rows that a CTA contracts over, padded to the 8 of an MMA's K."""
-        return _up(problem.ring_rows if self.ring == "whole" else problem.window, 8)
+        """Ring rows that a CTA contracts over, padded to the 8 of an MMA's K, and for long windows to two of these."""
+        if self.ring == "whole":
+            return _up(problem.ring_rows, 8)
+        return _up(problem.window, 8 if problem.window <= SHORT_WINDOW else 16)
 
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory a CTA asks for; `shared_layout` in the kernel allocates the same."""
@@ -128,6 +132,8 @@ class TileConfig:
                 f"head_split {self.head_split} x tiles_per_warp {self.tiles_per_warp} does not divide "
                 f"{problem.head_dim // P_TILE} tiles of {P_TILE} rows"
             )
+        if self.ring == "whole" and max(problem.window, problem.tokens) > WHOLE_LIMIT:
+            return f'ring "whole" serves windows and T of at most {WHOLE_LIMIT}'
         shared = self.shared_bytes(problem)
         if shared > target.shared_per_block:
             return f"needs {shared} bytes of shared memory, {target.name} allows {target.shared_per_block} a block"
@@ -219,7 +225,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     # heads meanwhile. With a head for every warp no warp is left, and half the slice halves the wait.
     least = 2 if config.heads_per_cta >= warps else 4
     slices = max(s for s in range(1, max(1, min(warps // tile_warps, units // least)) + 1) if units % s == 0)
-    product_stride = tokens_pad if tokens_pad == 8 else 20
+    product_stride = tokens_pad if tokens_pad == 8 else tokens_pad + 4
     product_floats = positions * product_stride
     weight_stride = positions if positions % 32 in (8, 24) else positions + 8  # 8 bytes a lane, no bank twice
     weight_floats = problem.tokens * weight_stride

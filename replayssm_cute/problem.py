@@ -15,8 +15,8 @@ import torch
 
 from . import dtypes, ring
 
-MAX_WINDOW = 16
-MAX_TOKENS = 16
+MAX_WINDOW = 64
+MAX_TOKENS = 32
 OFFSET_LIMIT = 1 << 31  # elements that 32-bit offsets reach
 ROW_ALIGN = 16  # bytes: rows of every tensor that kernels read in 16-byte pieces
 HEAD_DIMS = (64, 80, 128)

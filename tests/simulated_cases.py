@@ -56,6 +56,19 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "T = W = 1": (dataclasses.replace(BASE, tokens=1, window=1), TileConfig()),
     "T = W = 1, two turns": (dataclasses.replace(FOUR, tokens=1, window=1), TileConfig(heads_per_cta=2, stages=2)),
     "T = W = 1, whole": (dataclasses.replace(BASE, tokens=1, window=1), WHOLE),
+    "W 32": (dataclasses.replace(BASE, window=32), TileConfig()),
+    "T = W = 32, two turns": (
+        dataclasses.replace(FOUR, tokens=32, window=32),
+        TileConfig(heads_per_cta=2, stages=2),
+    ),
+    "T 32, W 64": (dataclasses.replace(BASE, tokens=32, window=64), TileConfig()),
+    "T 17, W 33, two turns, two tiles": (
+        dataclasses.replace(FOUR, tokens=17, window=33, state_dtype="bf16"),
+        TileConfig(heads_per_cta=2, tiles_per_warp=2),
+    ),
+    "T 1, W 64 f16": (dataclasses.replace(F16, tokens=1, window=64), TileConfig()),
+    "T 3, W 20": (dataclasses.replace(BASE, tokens=3, window=20), TileConfig(head_split=2)),
+    "T 25, W 48": (dataclasses.replace(BASE, tokens=25, window=48, has_z=False), TileConfig()),
     "T 9, W 11": (ODD, TileConfig()),
     "T 9, W 11, whole, two turns": (
         dataclasses.replace(ODD, heads=4),

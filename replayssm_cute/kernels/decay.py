@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 
 from .spec import StepSpec
 
-SEGMENT = 16  # lanes 0..15 scan the ring, lanes 16..31 the new tokens: W <= 16 and T <= 16
+SEGMENT = 16  # lanes 0..15 scan the ring, lanes 16..31 the new tokens: W <= 16 and T <= 16, see decay_long
 WITHIN_SEGMENT = 0x1000  # shfl's mask-and-clamp operand for segments of 16 lanes
 
 # The MMA reads the upper 19 bits of an f32 operand. Cutting 13 bits off a mantissa m in [1, 2) lowers the value by
@@ -50,6 +50,16 @@ class Decay:
         bias = None if dt_bias is None else Float32(dt_bias[head, 0])
         return Float32(dt[row, self.spec.token(lane % SEGMENT), head, 0]), Float32(a[head, 0, 0]), skip, bias
 
+    def processed(self, dt, bias):
+        """dt as the recurrence takes it: with its bias, through softplus where the problem says so."""
+        if bias is not None:
+            dt = dt + bias
+        if not self.spec.problem.dt_softplus:
+            return dt
+        # linear above 20, where log1p(exp(v)) equals v in f32: exp must not overflow
+        bounded = cutlass.min(dt, Float32(20.0))
+        return Float32(cutlass.select_(dt > 20.0, dt, cute.math.log1p(cute.math.exp(bounded))))
+
     def load_ring(self, dt_cache, slot, head, start, pnat, lane):
         """What a head's vectors need of the ring: dt of this lane's live row, or in "whole" mode of ring row `lane`."""
         if self.spec.whole:
@@ -72,12 +82,7 @@ class Decay:
             mine = self.spec.ring_row(start, cutlass.min(j, self.spec.problem.ring_rows - 1))
             old_dt = cute.arch.shuffle_sync(ring_dt, mine)
         new_dt, rate, skip, bias = new_values
-        if cutlass.const_expr(bias is not None):
-            new_dt = new_dt + bias
-        if cutlass.const_expr(self.spec.problem.dt_softplus):
-            # linear above 20, where log1p(exp(v)) equals v in f32: exp must not overflow
-            bounded = cutlass.min(new_dt, Float32(20.0))
-            new_dt = Float32(cutlass.select_(new_dt > 20.0, new_dt, cute.math.log1p(cute.math.exp(bounded))))
+        new_dt = self.processed(new_dt, bias)
         # a dead row's dt may be NaN: select, never multiply
         step = Float32(cutlass.select_(is_new, new_dt, old_dt))
         counts = ((lane < SEGMENT) & (j < pnat)) | (is_new & (place < self.spec.problem.tokens))

@@ -78,15 +78,20 @@ class ReadoutC:
         shared = self.spec.shared
         return base + shared.c + self.spec.token(8 * n + lane % 8) * shared.c_stride + (lane // 8) * 16
 
-    def words(self, address):
-        """A token tile's fragments: one word for each piece of 8 columns.
+    def quad(self, address, k):
+        """A token tile's fragments of 32 columns: one word for each piece of 8.
 
         Lane (g, t) holds columns 2t and 2t + 1 of the piece, interleaved t and t + 4, of token g of the tile.
         """
-        return [word for k in range(self.pieces // 4) for word in load_matrices(address + k * 64, 4)]
+        return load_matrices(address + k * 64, 4)
 
-    def operand(self, words, k):
-        """B-fragment of the read-out's k-th MMA: two words for 16 columns, or one as f32 bits for 8."""
+    def quads(self, address):
+        """All of a token tile's fragments, to hold from turn to turn."""
+        return [self.quad(address, k) for k in range(self.pieces // 4)]
+
+    def operands(self, words):
+        """B-fragments of a quad's MMAs: two words each for 16 columns, or one as f32 bits for 8."""
         if self.spec.native:
-            return words[2 * k], words[2 * k + 1]
-        return bits(low_half(self.spec.io_kind, words[k])), bits(high_half(self.spec.io_kind, words[k]))
+            return [(words[0], words[1]), (words[2], words[3])]
+        io = self.spec.io_kind
+        return [(bits(low_half(io, word)), bits(high_half(io, word))) for word in words]

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..config import P_TILE, WARP, TileConfig, shared_layout
+from ..config import P_TILE, SHORT_WINDOW, WARP, TileConfig, shared_layout
 from ..problem import Problem
 
 
@@ -41,6 +41,7 @@ class StepSpec:
         self.ring_positions = config.ring_positions(p)
         self.ring_steps = self.ring_positions // 8  # k-steps of the ring
         self.steps = self.ring_steps + self.token_tiles
+        self.long_flush = p.window > SHORT_WINDOW  # see flush_long
         self.units = p.d_state // 32  # column units of B·C
         # bf16 times bf16 and f16 times f16 need no conversion; everything else goes through tf32: exactly
         # for 2-byte values, with 11 bits for f32.

@@ -35,14 +35,14 @@ def x_fragment(words, spec: StepSpec):
     return [side(spec.io_kind, word) for side in (low_half, high_half) for word in words]
 
 
-def _unpack(words, spec: StepSpec):
+def unpack(words, spec: StepSpec):
     """State elements of a 16-byte chunk, as f32."""
     if spec.state_kind == "f32":
         return [as_float(w) for w in words]
     return [side(spec.state_kind, w) for w in words for side in (low_half, high_half)]
 
 
-def _repack(values, spec: StepSpec):
+def repack(values, spec: StepSpec):
     """f32 values as the words of a 16-byte chunk of state, rounded to nearest."""
     if spec.state_kind == "f32":
         return [bits(v) for v in values]
@@ -60,27 +60,30 @@ class StateTile:
         self.readout_c = readout_c
         self.parts = spec.chunk // PART
 
-    def read_out(self, address, c_words, lane):
-        """S·C of this warp's rows: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1)."""
+    def read_out(self, address, c_addresses, c_held, lane):
+        """S·C of this warp's rows: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
+
+        `c_held` are C's fragments where a lane holds them, else empty and read here.
+        """
         spec = self.spec
         row, side = lane % P_TILE, lane // P_TILE
         corner = row * 128 + ((side ^ (row % 8)) * 16)
         # Two chains of accumulation: an MMA's latency is several times its issue interval.
         chains = [[[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
-        for pair in range(4 * spec.blocks):  # pairs of 16-byte chunks, four in a 128-byte row of the state
-            operands = [self._operands(words, pair) for words in c_words]
-            at = address + (corner ^ (pair % 4 * 32))
-            for tile in range(spec.tiles):
-                rows = load_matrices(at + (pair // 4 * spec.rows + tile * P_TILE) * 128, 4)
-                for n in range(spec.token_tiles):
-                    self._multiply(chains[tile][n], pair % 2, rows, operands[n])
+        # A row of 128 bytes is four pairs of 16-byte chunks; a quad of C's pieces has the columns of four pairs of an f32
+        # state, of two of a 2-byte state.
+        pairs = 4 if spec.state_kind == "f32" else 2
+        for quad in range(4 * spec.blocks // pairs):
+            words = [held[quad] for held in c_held] or [self.readout_c.quad(at, quad) for at in c_addresses]
+            operands = [self.readout_c.operands(w) for w in words]
+            for k in range(pairs):
+                pair, each = quad * pairs + k, len(operands[0]) // pairs
+                at = address + (corner ^ (pair % 4 * 32))
+                for tile in range(spec.tiles):
+                    rows = load_matrices(at + (pair // 4 * spec.rows + tile * P_TILE) * 128, 4)
+                    for n in range(spec.token_tiles):
+                        self._multiply(chains[tile][n], pair % 2, rows, operands[n][each * k : each * (k + 1)])
         return [[[a + b for a, b in zip(*chain, strict=True)] for chain in tile] for tile in chains]
-
-    def _operands(self, c_words, pair):
-        """C's B-fragments for a pair of chunks: one, or one for each chunk where 2-byte values go through tf32."""
-        if self.spec.native or self.spec.state_kind == "f32":
-            return [self.readout_c.operand(c_words, pair)]
-        return [self.readout_c.operand(c_words, 2 * pair + k) for k in range(2)]
 
     def _multiply(self, chain, which, rows, operands):
         """Add two chunks of columns: `rows` are words of (row g, g + 8) of the first, then of the second."""
@@ -94,7 +97,7 @@ class StateTile:
                 a_frag = [bits(half(kind, word)) for half in (low_half, high_half) for word in rows[2 * k : 2 * k + 2]]
                 chain[k] = mma_tf32(chain[k], a_frag, operands[k])
 
-    def _chunks(self, tile, block, side, g, t):
+    def chunks(self, tile, block, side, g, t):
         """This lane's two 16-byte chunks of row g + 8 side, as words (undoing the 128-byte swizzle)."""
         at = block * (self.spec.rows * 32) + (g + 8 * side) * 32
         return [load_words(tile + cute.assume(at + ((2 * t + which) ^ g) * 4, divby=4), 4) for which in range(2)]
@@ -146,7 +149,7 @@ class StateTile:
         live = [self.spec.is_live(start, pnat, position) for position in positions]
         per_row = PART // 2
         for block in cutlass.range(self.spec.blocks, unroll=1):
-            chunks = [self._chunks(tile, block, side, g, t) for side in range(2)]
+            chunks = [self.chunks(tile, block, side, g, t) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
             for part in cutlass.range_constexpr(self.parts):
                 b_words = [[coming[k * per_row + e] for e in range(per_row)] for k in range(len(b_rows))]
@@ -160,7 +163,7 @@ class StateTile:
                 self._hold_b(coming, b_cache, slot, group, b_rows, g, following)
                 per_part = 4 // self.parts  # words of a chunk
                 olds = [
-                    [_unpack(chunks[side][which][per_part * part :][:per_part], self.spec) for which in range(2)]
+                    [unpack(chunks[side][which][per_part * part :][:per_part], self.spec) for which in range(2)]
                     for side in range(2)
                 ]
                 results = [
@@ -186,7 +189,7 @@ class StateTile:
                         results = [mma_tf32(results[e], terms, fragments[e]) for e in range(PART)]
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
-                        done[side][which] += _repack([results[e][2 * side + which] for e in range(PART)], self.spec)
+                        done[side][which] += repack([results[e][2 * side + which] for e in range(PART)], self.spec)
             for side in cutlass.range_constexpr(2):
                 for which in cutlass.range_constexpr(2):
                     column = block * self.spec.block + (2 * t + which) * self.spec.chunk

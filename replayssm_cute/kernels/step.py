@@ -27,7 +27,9 @@ from cutlass.memory import SmemAllocator
 from ..config import TileConfig
 from ..problem import Problem
 from ..ring import flushes
-from .decay import Decay
+from .decay import SEGMENT, Decay
+from .decay_long import LongDecay
+from .flush_long import LongFlush
 from .primitives import CUTLASS_TYPE
 from .products import Products
 from .readout_c import ReadoutC
@@ -45,9 +47,10 @@ class StepKernel:
         self.spec = StepSpec(problem, config)
         self.readout_c = ReadoutC(self.spec)
         self.products = Products(self.spec, self.readout_c)
-        self.decay = Decay(self.spec)
+        self.decay = (LongDecay if max(problem.window, problem.tokens) > SEGMENT else Decay)(self.spec)
         self.weights = Weights(self.spec, self.products)
         self.state_tile = StateTile(self.spec, self.readout_c)
+        self.long_flush = LongFlush(self.spec, self.state_tile)
         self.tokens = Tokens(self.spec)
 
     def staged_layout(self) -> cute.ComposedLayout:
@@ -251,14 +254,16 @@ class StepKernel:
 
             # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
-            c_held = [self.readout_c.words(at) for at in c_rows] if self.readout_c.held else []
+            c_held = [self.readout_c.quads(at) for at in c_rows] if self.readout_c.held else []
             read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
             refill = cutlass.const_expr(config.stages < config.turns)
             self.next_read_out(read_out, address, barriers, c_rows, c_held, Int32(0), Int32(0), warp, lane)
             if cutlass.const_expr(refill) and not flush:
                 cute.arch.sync_warp()
                 self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
-            if cutlass.const_expr(only_turn):
+            short = cutlass.const_expr(not spec.long_flush)
+            flush_b = None
+            if cutlass.const_expr(only_turn and short):
                 flush_b = self.state_tile.new_b()
                 if flush:
                     self.state_tile.first_b(flush_b, b_cache, slot, group, start, pnat, g, t)
@@ -308,10 +313,7 @@ class StepKernel:
                 if cutlass.const_expr(not only_turn):
                     self.await_inputs(raw, at, start, pnat, lane)
                 gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
-                if cutlass.const_expr(only_turn):
-                    weights = self.weights.made(products, vectors, index, start, pnat, g, t)
-                else:
-                    weights = self.weights.stored(raw, index, g, t)
+                weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
                 if cutlass.const_expr(not only_turn):
                     self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
@@ -362,14 +364,32 @@ class StepKernel:
     ):  # fmt: skip
         """Flush the head whose state is in a stage, inputs at `at`; `flush_b` is B's first part if it was asked for."""
         coming = flush_b
-        if cutlass.const_expr(flush_b is None):
+        if cutlass.const_expr(flush_b is None and not self.spec.long_flush):
             coming = self.state_tile.new_b()
             self.state_tile.first_b(coming, b_cache, slot, group, start, pnat, lane // 4, lane % 4)
         for tile in cutlass.range(self.spec.tiles, unroll=1):
             offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * 128)
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
-            x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
-            self.state_tile.flush(
+            inputs = address + (at + tile * self.spec.shared.input_tile_bytes)
+            if cutlass.const_expr(self.spec.long_flush):
+                self.long_flush.flush(
+                    state,
+                    b_cache,
+                    vectors,
+                    words,
+                    inputs,
+                    index,
+                    slot,
+                    group,
+                    head,
+                    p0 + P_TILE * tile,
+                    start,
+                    pnat,
+                    lane,
+                )
+            else:
+                x_words = self.tokens.x_words(inputs, lane)
+                self.state_tile.flush(
                 state, b_cache, vectors, words, x_words, coming, index, slot, group, head, p0 + P_TILE * tile, start,
                 pnat, lane // 4, lane % 4,
             )  # fmt: skip
@@ -384,12 +404,9 @@ class StepKernel:
     def next_read_out(self, read_out, address, barriers, c_rows, c_held, stage, phase, warp, lane):
         """Wait for a stage's state and leave S·C in `read_out`."""
         shared = self.spec.shared
-        c_words = c_held
-        if cutlass.const_expr(not self.readout_c.held):
-            c_words = [self.readout_c.words(at) for at in c_rows]
         cute.arch.mbarrier_wait(barriers + stage, phase)
         tile = address + (stage * shared.stage_bytes + warp * shared.warp_bytes)
-        sums = self.state_tile.read_out(tile, c_words, lane)
+        sums = self.state_tile.read_out(tile, c_rows, c_held, lane)
         for k in cutlass.range_constexpr(self.spec.tiles * self.spec.token_tiles):
             for e in cutlass.range_constexpr(4):
                 read_out[4 * k + e] = sums[k // self.spec.token_tiles][k % self.spec.token_tiles][e]

@@ -134,13 +134,14 @@ class Tokens:
     def contributions(self, address, weights, lane):
         """What the ring and the new tokens add to the outputs.
 
-        `weights[n][step]` are B-fragments; the result is per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
+        `weights(step, n)` is a B-fragment; the result is per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
         """
         spec = self.spec
         x_words = [self.x_words(address + tile * spec.shared.input_tile_bytes, lane) for tile in range(spec.tiles)]
         sums = [[[Float32(0.0)] * 4 for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
-        for n, steps in enumerate(weights):
-            for step, fragment in enumerate(steps):
+        for n in range(spec.token_tiles):
+            for step in range(spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
+                fragment = weights(step, n)
                 for tile in range(spec.tiles):
                     a_frag = [bits(v) for v in x_fragment(x_words[tile][step], spec)]
                     sums[tile][n] = mma_tf32(sums[tile][n], a_frag, fragment)

@@ -69,26 +69,19 @@ class Weights:
             if 8 * n + g < self.spec.problem.tokens:
                 store_words(raw + self._at(head_index, step, n, g, t), [pair[0], pair[1]])
 
-    def _steps(self, n):
-        """K-steps that reach token tile n: tokens of later tiles do not."""
-        return range(self.spec.ring_steps + n + 1)
+    def fragments(self, raw, products, vectors, head_index, start, pnat, g, t):
+        """How to get a head's B-fragments: fragment(step, n) holds positions 2t, 2t + 1 of a k-step with token 8n + g.
 
-    def stored(self, raw, head_index, g, t):
-        """A head's B-fragments as `make` left them: per token tile n and k-step positions 2t, 2t + 1, token 8n + g."""
-        return [
-            [load_words(raw + self._at(head_index, step, n, g, t), 2) for step in self._steps(n)]
-            for n in range(self.spec.token_tiles)
-        ]
-
-    def made(self, products, vectors, head_index, start, pnat, g, t):
-        """The same, made in registers by every warp for itself: for a CTA's only turn, quicker than a barrier."""
+        As `make` left them in shared memory, or for a CTA's only turn made in registers by every warp for itself: that
+        is quicker than a barrier.
+        """
         at = Vectors(self.spec, head_index)
-        return [
-            [
-                self._of_ring(products, vectors, at, step, n, start, pnat, g, t)
-                if step < self.spec.ring_steps
-                else self._of_tokens(products, vectors, at, step, n, g, t)
-                for step in self._steps(n)
-            ]
-            for n in range(self.spec.token_tiles)
-        ]
+
+        def fragment(step, n):
+            if self.spec.config.turns > 1:
+                return load_words(raw + self._at(head_index, step, n, g, t), 2)
+            if step < self.spec.ring_steps:
+                return self._of_ring(products, vectors, at, step, n, start, pnat, g, t)
+            return self._of_tokens(products, vectors, at, step, n, g, t)
+
+        return fragment

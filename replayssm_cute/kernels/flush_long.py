@@ -1,0 +1,81 @@
+"""The flush of windows whose terms do not fit a lane's registers: 16 live rows at a time, as many as there are."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .decay import Vectors
+from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, store_words, to_tf32
+from .spec import StepSpec
+from .state_tile import PART, StateTile, repack, unpack, x_fragment
+from .tokens import place
+
+ROWS = 16  # ring positions, two k-steps, that are added at a time
+
+
+class LongFlush:
+    """The flush phase where `StepSpec.long_flush`."""
+
+    def __init__(self, spec: StepSpec, state_tile: StateTile) -> None:
+        self.spec = spec
+        self.state_tile = state_tile
+
+    @cute.jit
+    def _add_rows(self, results, b_cache, vectors, at, address, first, slot, group, column, start, pnat, lane):
+        """Add (w_j x_j) (outer) B_j of the 16 positions from `first` to a part's accumulators."""
+        g, t = lane // 4, lane % 4
+        words = load_matrices(address + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
+        positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
+        rows = [self.spec.read_row(start, pnat, position) for position in positions]
+        b_words = [
+            load_words(self.spec.pointer(b_cache, slot, (group, ring), column + g * self.spec.chunk, PART), PART // 2)
+            for ring in rows
+        ]
+        for step in cutlass.range_constexpr(2):
+            values = x_fragment(words[2 * step : 2 * step + 2], self.spec)
+            weights = [vectors[at.weights + positions[2 * step + half]] for half in range(2)]
+            scaled = [v * weights[k // 2] for k, v in enumerate(values)]
+            high = [to_tf32(v) for v in scaled]
+            low = [to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)]
+            for terms in (low, high):
+                for e in cutlass.range_constexpr(PART):
+                    half_of = (low_half, high_half)[e % 2]
+                    pair = [bits(half_of(self.spec.io_kind, b_words[2 * step + k][e // 2])) for k in range(2)]
+                    sums = mma_tf32([results[4 * e + k] for k in range(4)], terms, pair)
+                    for k in cutlass.range_constexpr(4):
+                        results[4 * e + k] = sums[k]
+
+    @cute.jit
+    def flush(self, state, b_cache, vectors, tile, address, head_index, slot, group, head, p0, start, pnat, lane):
+        """Write a tile of the logical state back, as `StateTile.flush` does; `address` is that of the tile's inputs."""
+        g, t = lane // 4, lane % 4
+        at = Vectors(self.spec, head_index)
+        total = vectors[at.total]
+        parts = self.state_tile.parts
+        for block in cutlass.range(self.spec.blocks, unroll=1):
+            chunks = [self.state_tile.chunks(tile, block, side, g, t) for side in range(2)]
+            done = [[[] for _ in range(2)] for _ in range(2)]
+            for part in cutlass.range_constexpr(parts):
+                words = 4 // parts  # of a chunk
+                results = cute.make_rmem_tensor(cute.make_layout(4 * PART), Float32)
+                for side in cutlass.range_constexpr(2):
+                    for which in cutlass.range_constexpr(2):
+                        olds = unpack(chunks[side][which][words * part :][:words], self.spec)
+                        for e in cutlass.range_constexpr(PART):
+                            results[4 * e + 2 * side + which] = olds[e] * total
+                column = block * self.spec.block + part * PART
+                for rows in cutlass.range((pnat + (ROWS - 1)) // ROWS, unroll=1):
+                    self._add_rows(
+                        results, b_cache, vectors, at, address, rows * ROWS, slot, group, column, start, pnat, lane
+                    )
+                for side in cutlass.range_constexpr(2):
+                    for which in cutlass.range_constexpr(2):
+                        new = [results[4 * e + 2 * side + which] for e in range(PART)]
+                        done[side][which] += repack(new, self.spec)
+            for side in cutlass.range_constexpr(2):
+                for which in cutlass.range_constexpr(2):
+                    first = block * self.spec.block + (2 * t + which) * self.spec.chunk
+                    target = self.spec.pointer(state, slot, (head, p0 + g + 8 * side), first, self.spec.chunk)
+                    store_words(target, done[side][which])
