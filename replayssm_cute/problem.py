@@ -31,6 +31,7 @@ class Problem:
     The dtype fields are the short names of `replayssm_cute.dtypes`; None means that the tensor is absent.
     compact says that inside a slot, and over heads and groups, strides are those of contiguous tensors; slots,
     batch rows and tokens may have any. Such kernels compute fewer addresses.
+    ragged says that rows have lengths of their own, at most `tokens`, packed one after the other (cu_seqlens).
     """
 
     heads: int
@@ -50,13 +51,14 @@ class Problem:
     index_dtype: str | None = "i32"
     pdl: bool = False
     compact: bool = True
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "d_state", "groups", "tokens", "window"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive int")
-        for name in ("has_z", "dt_softplus", "pdl", "compact"):
+        for name in ("has_z", "dt_softplus", "pdl", "compact", "ragged"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.heads % self.groups:
