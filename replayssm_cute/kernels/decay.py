@@ -44,11 +44,12 @@ class Decay:
         self.spec = spec
         self.gain = TRUNCATION_GAIN if spec.state_kind == "f32" else 1.0
 
-    def load_new(self, dt, a, dt_bias, d, row, head, lane):
+    def load_new(self, dt, a, dt_bias, d, new, head, lane):
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""
         skip = Float32(0.0) if d is None else Float32(d[head, 0])
         bias = None if dt_bias is None else Float32(dt_bias[head, 0])
-        return Float32(dt[row, self.spec.token(lane % SEGMENT), head, 0]), Float32(a[head, 0, 0]), skip, bias
+        outer, index = self.spec.new_token(new, lane % SEGMENT)
+        return Float32(dt[outer, index, head, 0]), Float32(a[head, 0, 0]), skip, bias
 
     def processed(self, dt, bias):
         """dt as the recurrence takes it: with its bias, through softplus where the problem says so."""
@@ -67,7 +68,9 @@ class Decay:
         return Float32(dt_cache[slot, head, self.spec.read_row(start, pnat, SEGMENT - 1 - lane % SEGMENT)])
 
     @cute.jit
-    def make_vectors(self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, split, lane):
+    def make_vectors(
+        self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, length, split, lane
+    ):
         """One head's vectors, by one warp; appends the new tokens' dt to the ring.
 
         The ring half runs from the newest row to the oldest, so that the sum over later rows is a prefix sum too:
@@ -85,7 +88,7 @@ class Decay:
         new_dt = self.processed(new_dt, bias)
         # a dead row's dt may be NaN: select, never multiply
         step = Float32(cutlass.select_(is_new, new_dt, old_dt))
-        counts = ((lane < SEGMENT) & (j < pnat)) | (is_new & (place < self.spec.problem.tokens))
+        counts = ((lane < SEGMENT) & (j < pnat)) | (is_new & (place < length))
         step = Float32(cutlass.select_(counts, step, Float32(0.0)))
         log_decay = rate * step
         inclusive = log_decay
@@ -112,7 +115,7 @@ class Decay:
                 vectors[at.factors + place] = decayed * total * Float32(self.gain)
                 vectors[at.dt + place] = step
                 vectors[at.log_decay + place] = log_decay
-            if (place < self.spec.problem.tokens) & (split == 0):
+            if (place < length) & (split == 0):
                 dt_cache[slot, head, self.spec.ring_row(start, pnat + place)] = step
         else:
             if (j < self.spec.ring_positions) & cutlass.const_expr(not self.spec.whole):

@@ -22,11 +22,12 @@ class LongDecay(Decay):
         """The live row that a lane scans in a chunk: from the newest to the oldest."""
         return WARP * self.chunks - 1 - (WARP * chunk + lane)
 
-    def load_new(self, dt, a, dt_bias, d, row, head, lane):
+    def load_new(self, dt, a, dt_bias, d, new, head, lane):
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""
         skip = Float32(0.0) if d is None else Float32(d[head, 0])
         bias = None if dt_bias is None else Float32(dt_bias[head, 0])
-        return Float32(dt[row, self.spec.token(lane), head, 0]), Float32(a[head, 0, 0]), skip, bias
+        outer, index = self.spec.new_token(new, lane)
+        return Float32(dt[outer, index, head, 0]), Float32(a[head, 0, 0]), skip, bias
 
     def load_ring(self, dt_cache, slot, head, start, pnat, lane):
         """What a head's vectors need of the ring: dt of this lane's row of each chunk."""
@@ -43,7 +44,9 @@ class LongDecay(Decay):
         return value
 
     @cute.jit
-    def make_vectors(self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, split, lane):
+    def make_vectors(
+        self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, length, split, lane
+    ):
         """One head's vectors, by one warp; appends the new tokens' dt to the ring. Sums run as in `Decay`."""
         at = Vectors(self.spec, head_index)
         new_dt, rate, skip, bias = new_values
@@ -59,7 +62,7 @@ class LongDecay(Decay):
                 vectors[at.weights + j] = cute.math.exp(newer) * step
             later = later + cute.arch.shuffle_sync(inclusive, WARP - 1)
         total = cute.math.exp(later)
-        token_dt = Float32(cutlass.select_(lane < self.spec.problem.tokens, self.processed(new_dt, bias), Float32(0.0)))
+        token_dt = Float32(cutlass.select_(lane < length, self.processed(new_dt, bias), Float32(0.0)))
         log_decay = rate * token_dt
         decayed = cute.math.exp(self._scan(log_decay, lane))
         if lane < self.spec.tokens_pad:
@@ -67,7 +70,7 @@ class LongDecay(Decay):
             vectors[at.factors + lane] = decayed * total * Float32(self.gain)
             vectors[at.dt + lane] = token_dt
             vectors[at.log_decay + lane] = log_decay
-        if (lane < self.spec.problem.tokens) & (split == 0):
+        if (lane < length) & (split == 0):
             dt_cache[slot, head, self.spec.ring_row(start, pnat + lane)] = token_dt
         if lane == 0:
             vectors[at.total] = total

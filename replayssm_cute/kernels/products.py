@@ -34,7 +34,7 @@ class Products:
         return (mine + step * shared.slices) * 32 + 8 * t
 
     @cute.jit
-    def load_rows(self, held, b_cache, b, row, slot, group, start, pnat, tile, warp, g, t):
+    def load_rows(self, held, b_cache, b, new, slot, group, start, pnat, tile, warp, g, t):
         """Ask for B of a warp's tile, position g of each of its halves; `tile` is the same in all lanes."""
         for half in cutlass.range_constexpr(2):
             unit = 2 * tile + half
@@ -45,9 +45,9 @@ class Products:
                     pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)
                     self._hold(held, at + 4 * k, load_words(pointer, 4))
             elif unit < self.spec.steps:
-                token = self.spec.token(g + 8 * (unit - self.spec.ring_steps))
+                outer, index = self.spec.new_token(new, g + 8 * (unit - self.spec.ring_steps))
                 for k in cutlass.range_constexpr(self.columns):
-                    pointer = self.spec.pointer(b, row, (token, group), self._column(warp, k, t), 8)
+                    pointer = self.spec.pointer(b, outer, (index, group), self._column(warp, k, t), 8)
                     self._hold(held, at + 4 * k, load_words(pointer, 4))
 
     def _hold(self, held, at, words):
@@ -62,7 +62,7 @@ class Products:
         return held
 
     @cute.jit
-    def partial_sums(self, held, raw, products, b_cache, slot, group, start, pnat, appends, tile, warp, g, t):
+    def partial_sums(self, held, raw, products, b_cache, slot, group, start, pnat, length, appends, tile, warp, g, t):
         """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows."""
         slice_index = warp // self.spec.shared.tile_warps
         if slice_index < self.spec.shared.slices:
@@ -89,7 +89,7 @@ class Products:
                         products[at + 8 * n] = sums[n][2 * half]
                         products[at + 8 * n + 1] = sums[n][2 * half + 1]
                 token = g + 8 * (unit - self.spec.ring_steps)
-                if appends & (token >= 0) & (token < self.spec.problem.tokens) & (unit >= self.spec.ring_steps):
+                if appends & (token >= 0) & (token < length) & (unit >= self.spec.ring_steps):
                     ring = self.spec.ring_row(start, pnat + token)
                     for k in cutlass.range_constexpr(self.columns):
                         pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)

@@ -40,12 +40,13 @@ class ReadoutC:
         piece = cute.arch.thread_idx()[0] + k * self.spec.threads
         return piece // self.pieces, piece % self.pieces
 
-    def load(self, c, row, group):
+    def load(self, c, new, group):
         """Ask for this thread's pieces of C; threads beyond the last piece repeat the last token's."""
         words = []
         for k in range(self.rounds):
             token, piece = self._place(k)
-            words.append(load_words(self.spec.pointer(c, row, (self.spec.token(token), group), piece * 8, 8), 4))
+            outer, index = self.spec.new_token(new, token)
+            words.append(load_words(self.spec.pointer(c, outer, (index, group), piece * 8, 8), 4))
         return words
 
     @cute.jit

@@ -32,8 +32,10 @@ def fake_arguments(problem: Problem) -> list[Any]:
     def inner(stride: int) -> Any:
         return stride if p.compact else FREE
 
+    packed = (1, cute.sym_int()) if p.ragged else (batch, p.tokens)
+
     def per_token(heads: int, width: int) -> Any:
-        return tensor(io, (batch, p.tokens, heads, width), ROW_ALIGN, FREE, FREE, inner(width), 1)
+        return tensor(io, (*packed, heads, width), ROW_ALIGN, FREE, FREE, inner(width), 1)
 
     def per_head(kind: str | None, *sizes: int) -> Any:
         return None if kind is None else tensor(kind, (p.heads, *sizes), 1, inner(1), *(0 for _ in sizes))
@@ -54,7 +56,7 @@ def fake_arguments(problem: Problem) -> list[Any]:
         tensor("i32", (slots,), 4, FREE),
         tensor("i32", (slots,), 4, FREE),
         per_token(p.heads, p.head_dim),
-        tensor(p.dt_dtype, (batch, p.tokens, p.heads, p.head_dim), 1, FREE, FREE, inner(1), 0),
+        tensor(p.dt_dtype, (*packed, p.heads, p.head_dim), 1, FREE, FREE, inner(1), 0),
         per_head(p.a_dtype, p.head_dim, p.d_state),
         per_token(p.groups, p.d_state),
         per_token(p.groups, p.d_state),
@@ -63,6 +65,7 @@ def fake_arguments(problem: Problem) -> list[Any]:
         per_token(p.heads, p.head_dim) if p.has_z else None,
         per_head(p.dt_bias_dtype, p.head_dim),
         None if p.index_dtype is None else tensor(p.index_dtype, (batch,), 1, FREE),
+        tensor("i32", (cute.sym_int(),), 4, 1) if p.ragged else None,
         Int64(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     ]

@@ -71,6 +71,26 @@ class StepSpec:
             return (age < pnat) & (position < rows)
         return position < pnat
 
+    def new_row(self, row: Int32, cu_seqlens: cute.Tensor | None, total: Any) -> tuple[Any, Any, Any, Any]:
+        """Where a row's new tokens are: (index of dimension 0, first token, tokens, tokens of the tensor).
+
+        Python ints wherever they are known when the kernel is made.
+        """
+        if cu_seqlens is None:
+            return row, 0, self.problem.tokens, self.problem.tokens
+        first = Int32(cu_seqlens[row])
+        return 0, first, Int32(cu_seqlens[row + 1]) - first, Int32(total)
+
+    def new_token(self, new: tuple[Any, Any, Any, Any], s: Int32) -> tuple[Any, Int32]:
+        """Indices of a row's token s in dimensions 0 and 1, clamped to its last: padding lanes repeat it.
+
+        A ragged row may be empty, and begin where the tensor ends: then any token of the tensor.
+        """
+        outer, first, length, total = new
+        if not self.problem.ragged:
+            return outer, self.token(s)
+        return outer, Int32(cutlass.min(first + cutlass.max(cutlass.min(s, length - 1), 0), total - 1))
+
     def token(self, s: Int32) -> Int32:
         """Token s, clamped to the last: padding lanes repeat it."""
         return Int32(cutlass.min(s, self.problem.tokens - 1))

@@ -82,6 +82,7 @@ class StepKernel:
         z: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         slots: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
         stream,
     ):
@@ -102,15 +103,19 @@ class StepKernel:
         )
         self.kernel(
             atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
-            x, dt, a, b, c, out, d, z, dt_bias, slots, pad_slot_id,
+            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id,
         ).launch(
-            grid=[self.grid_size(x.shape[0]), 1, 1],
+            grid=[self.grid_size(self.batch(x, cu_seqlens)), 1, 1],
             block=[spec.threads, 1, 1],
             stream=stream,
             use_pdl=p.pdl,
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; the kernels live in shared memory, and asking needs no GPU
         )  # fmt: skip
+
+    def batch(self, x, cu_seqlens):
+        """Rows of a call."""
+        return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def grid_size(self, batch):
         """CTAs for a run-time batch; `TileConfig.ctas` for a known one."""
@@ -158,11 +163,12 @@ class StepKernel:
         z: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         slots: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
     ):
         spec = self.spec
         p, config, shared = spec.problem, spec.config, spec.shared
-        row, split, head0, count = self.place(cute.arch.block_idx()[0], x.shape[0])
+        row, split, head0, count = self.place(cute.arch.block_idx()[0], self.batch(x, cu_seqlens))
         group = head0 // p.heads_per_group
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -175,6 +181,8 @@ class StepKernel:
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
+        new = spec.new_row(row, cu_seqlens, x.shape[1])
+        length = new[2]
 
         smem = SmemAllocator()
         raw = smem.allocate(shared.total, byte_alignment=1024)
@@ -206,7 +214,10 @@ class StepKernel:
         # Heads' vectors are dealt to the warps from the last, since B·C keeps the first ones busy.
         scan = spec.warps - 1 - warp
         scan_head = head0 + cutlass.min(scan, count - 1)
-        live = cute.arch.make_warp_uniform(Int32((slot != pad_slot_id) & (slot >= 0))) != 0
+        works = (slot != pad_slot_id) & (slot >= 0)
+        if cutlass.const_expr(p.ragged):
+            works = works & (length > 0)
+        live = cute.arch.make_warp_uniform(Int32(works)) != 0
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
         my_inputs = cute.assume(shared.inputs + warp * shared.input_bytes, divby=128)
@@ -218,15 +229,15 @@ class StepKernel:
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        c_words = self.readout_c.load(c, row, group)
-        scan_new = self.decay.load_new(dt, a, dt_bias, d, row, scan_head, lane)
+        c_words = self.readout_c.load(c, new, group)
+        scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
         for stage in cutlass.range_constexpr(shared.input_stages):
             if stage < turns:
                 at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                self.tokens.copy_new(at, x, z, row, first + stage * config.parallel_heads, p0, lane)
+                self.tokens.copy_new(at, x, z, new, first + stage * config.parallel_heads, p0, lane)
         only_turn = cutlass.const_expr(config.turns == 1)
         if cutlass.const_expr(only_turn):
-            new_x = self.tokens.new_x(x, row, first, p0, lane)
+            new_x = self.tokens.new_x(x, new, first, p0, lane)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -238,7 +249,7 @@ class StepKernel:
             bc_tile = warp % shared.tile_warps
             bc_rows = self.products.new_rows()
             ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
-            self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, bc_tile, warp, g, t)
+            self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, bc_tile, warp, g, t)
             for stage in cutlass.range_constexpr(shared.input_stages):
                 if stage < turns:
                     at = address + my_inputs + stage * spec.warps * shared.input_bytes
@@ -248,9 +259,9 @@ class StepKernel:
             cute.arch.sync_threads()
             # A CTA's only turn appends its x here, where the store's way to memory costs no time.
             if cutlass.const_expr(only_turn):
-                self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, lane)
+                self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, length, lane)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
-            flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), p.tokens, p.window))
+            flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
 
             # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]
@@ -271,24 +282,24 @@ class StepKernel:
             # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
             appends = (head0 % p.heads_per_group == 0) & (split == 0)
             self.products.partial_sums(
-                bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, bc_tile, warp, g, t
+                bc_rows, raw, products, b_cache, slot, group, start, pnat, length, appends, bc_tile, warp, g, t
             )
             for more in cutlass.range_constexpr(1, -(-shared.tiles // shared.tile_warps)):
                 later_tile = bc_tile + more * shared.tile_warps
-                self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, later_tile, warp, g, t)
+                self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, later_tile, warp, g, t)
                 self.products.partial_sums(
-                    bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, later_tile, warp, g, t
+                    bc_rows, raw, products, b_cache, slot, group, start, pnat, length, appends, later_tile, warp, g, t
                 )
             if scan < count:
                 self.decay.make_vectors(
-                    dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, split, lane
+                    dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, length, split, lane
                 )
             if cutlass.const_expr(config.heads_per_cta > spec.warps):
                 for i in cutlass.range(scan + spec.warps, count, spec.warps, unroll=1):
-                    later_new = self.decay.load_new(dt, a, dt_bias, d, row, head0 + i, lane)
+                    later_new = self.decay.load_new(dt, a, dt_bias, d, new, head0 + i, lane)
                     later_dt = self.decay.load_ring(dt_cache, slot, head0 + i, start, pnat, lane)
                     self.decay.make_vectors(
-                        dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, split, lane
+                        dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, length, split, lane
                     )
             cute.arch.sync_threads()
             if cutlass.const_expr(not only_turn):
@@ -316,8 +327,8 @@ class StepKernel:
                 weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
                 if cutlass.const_expr(not only_turn):
-                    self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
-                self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
+                    self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, length, lane)
+                self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
                 if cutlass.const_expr(not only_turn) and flush:
                     self.flush(
                         state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0, start,
@@ -331,7 +342,7 @@ class StepKernel:
                         )
                     if i + shared.input_stages < turns:
                         later_head = head + shared.input_stages * config.parallel_heads
-                        self.tokens.copy_new(address + at, x, z, row, later_head, p0, lane)
+                        self.tokens.copy_new(address + at, x, z, new, later_head, p0, lane)
                         self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
                     cute.arch.cp_async_commit_group()
                     input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
@@ -347,7 +358,10 @@ class StepKernel:
         else:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
-            self.tokens.store_zeros(out, row, first, turns, p0, lane)
+            self.tokens.store_zeros(out, new, first, turns, p0, lane)
+        if cutlass.const_expr(p.ragged):
+            batch = self.batch(x, cu_seqlens)
+            self.tokens.zero_tail(out, row, batch, Int32(cu_seqlens[batch]), new[3], first, turns, p0, lane)
 
     @cute.jit
     def await_inputs(self, raw, at, start, pnat, lane):

@@ -59,14 +59,18 @@ class Tokens:
             copy_async(at, Int64(source.toint()), bytes_)
 
     @cute.jit
-    def copy_new(self, address, x, z, row, head, p0, lane):
-        """Ask for a head's x and z of the new tokens."""
+    def copy_new(self, address, x, z, new, head, p0, lane):
+        """Ask for a head's x and z of the new tokens; those that a ragged row lacks become zeros."""
         for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
             token, half = ROWS_A_COPY * k + lane // 2, lane % 2
             if token < self.spec.problem.tokens:
-                self._copy(address, x, row, (token, head), p0, self.x_rows + token, half, Int32(16))
+                outer, index = self.spec.new_token(new, token)
+                bytes_ = Int32(16)
+                if cutlass.const_expr(self.spec.problem.ragged):
+                    bytes_ = Int32(cutlass.select_(token < new[2], 16, 0))
+                self._copy(address, x, outer, (index, head), p0, self.x_rows + token, half, bytes_)
                 if cutlass.const_expr(z is not None):
-                    self._copy(address, z, row, (token, head), p0, self.z_rows + token, half, Int32(16))
+                    self._copy(address, z, outer, (index, head), p0, self.z_rows + token, half, bytes_)
 
     @cute.jit
     def copy_ring(self, address, x_cache, slot, head, p0, start, pnat, lane):
@@ -148,7 +152,7 @@ class Tokens:
         return sums
 
     @cute.jit
-    def store_outputs(self, out, raw, read_out, sums, gates, head_index, row, head, p0, g, t):
+    def store_outputs(self, out, raw, read_out, sums, gates, head_index, new, head, p0, g, t):
         """Decayed read-out plus contributions: gate, round and store, two rows of P a word.
 
         Lanes g and g ^ 1 trade tokens, so that one holds neighbouring rows of token 2t, the other of token 2t + 1.
@@ -175,34 +179,44 @@ class Tokens:
                 got = cute.arch.shuffle_sync_bfly(sent, 4)
                 words.append([permute(kept, got, low_rows), permute(kept, got, high_rows)])
             token = 8 * n + 2 * t + odd
-            if token < self.spec.problem.tokens:
+            if token < new[2]:
                 for tile in cutlass.range_constexpr(self.spec.tiles):
                     for side in cutlass.range_constexpr(2):
                         p = p0 + P_TILE * tile + 8 * side + g - odd
-                        store_words(self.spec.pointer(out, row, (token, head), p, 2), [words[tile][side]])
+                        store_words(self.spec.pointer(out, new[0], (new[1] + token, head), p, 2), [words[tile][side]])
 
     @cute.jit
-    def store_zeros(self, out, row, first, turns, p0, lane):
+    def store_zeros(self, out, new, first, turns, p0, lane):
         """The outputs of a padding row."""
         for i in cutlass.range(turns, unroll=1):
             head = first + i * self.spec.config.parallel_heads
             for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
                 token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-                if token < self.spec.problem.tokens:
+                if token < new[2]:
                     for tile in cutlass.range_constexpr(self.spec.tiles):
                         p = p0 + P_TILE * tile + 8 * half
-                        store_words(self.spec.pointer(out, row, (token, head), p, 8), [Int32(0)] * 4)
+                        store_words(self.spec.pointer(out, new[0], (new[1] + token, head), p, 8), [Int32(0)] * 4)
 
     @cute.jit
-    def new_x(self, x, row, head, p0, lane):
+    def zero_tail(self, out, row, batch, first_token, total, first, turns, p0, lane):
+        """Zeros for ragged tokens that belong to no row, shared out over the rows' CTAs."""
+        for token in cutlass.range(first_token + row, total, batch, unroll=1):
+            for i in cutlass.range(turns, unroll=1):
+                head = first + i * self.spec.config.parallel_heads
+                if lane < 2 * self.spec.tiles:
+                    store_words(self.spec.pointer(out, 0, (token, head), p0 + 8 * lane, 8), [Int32(0)] * 4)
+
+    @cute.jit
+    def new_x(self, x, new, head, p0, lane):
         """A head's new x straight from global memory, a 16-byte piece of each tile a lane: needs no slot."""
         words = cute.make_rmem_tensor(cute.make_layout(4 * self.spec.tiles * self._token_rounds()), Int32)
         for k in cutlass.range_constexpr(self._token_rounds()):
             token, half = ROWS_A_COPY * k + lane // 2, lane % 2
             if token < self.spec.problem.tokens:
+                outer, index = self.spec.new_token(new, token)
                 for tile in cutlass.range_constexpr(self.spec.tiles):
                     p = p0 + P_TILE * tile + 8 * half
-                    found = load_words(self.spec.pointer(x, row, (token, head), p, 8), 4)
+                    found = load_words(self.spec.pointer(x, outer, (index, head), p, 8), 4)
                     for e in cutlass.range_constexpr(4):
                         words[4 * (k * self.spec.tiles + tile) + e] = found[e]
         return words
@@ -211,11 +225,11 @@ class Tokens:
         return -(-self.spec.problem.tokens // ROWS_A_COPY)
 
     @cute.jit
-    def append_new(self, x_cache, words, slot, head, p0, start, pnat, lane):
+    def append_new(self, x_cache, words, slot, head, p0, start, pnat, length, lane):
         """Append what `new_x` read, bit for bit."""
         for k in cutlass.range_constexpr(self._token_rounds()):
             token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < self.spec.problem.tokens:
+            if token < length:
                 ring = self.spec.ring_row(start, pnat + token)
                 for tile in cutlass.range_constexpr(self.spec.tiles):
                     first = 4 * (k * self.spec.tiles + tile)
@@ -223,11 +237,11 @@ class Tokens:
                     store_words(target, [words[first + e] for e in range(4)])
 
     @cute.jit
-    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, lane):
+    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, length, lane):
         """Append the new tokens' x from shared memory, bit for bit."""
         for k in cutlass.range_constexpr(self._token_rounds()):
             token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < self.spec.problem.tokens:
+            if token < length:
                 ring = self.spec.ring_row(start, pnat + token)
                 for tile in cutlass.range_constexpr(self.spec.tiles):
                     at = place(self.x_rows + token, half) + tile * self.spec.shared.input_tile_bytes

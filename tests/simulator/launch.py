@@ -20,7 +20,7 @@ from .values import NOW, Warp
 INPUTS = ("x", "dt", "B", "C", "z")  # what a predecessor may still be writing when the kernel starts, under PDL
 ORDER = (
     "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C",
-    "out", "D", "z", "dt_bias", "state_batch_indices",
+    "out", "D", "z", "dt_bias", "state_batch_indices", "cu_seqlens",
 )  # fmt: skip
 END = object()
 REGIONS = ("inputs", "c", "products", "weights", "vectors", "barriers")
@@ -44,7 +44,7 @@ class Run:
         self.kernel = source.module("step").StepKernel(problem, config)
         self.tensors: dict[str, Global] = {}
         for name in ORDER:
-            if (t := getattr(call, name)) is not None:
+            if (t := getattr(call, name, None)) is not None:
                 self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS)
         self.spaces = {t.base >> 40: t for t in self.tensors.values()}
         self.ctas: list[Cta] = []
