@@ -52,7 +52,7 @@ def checkpointing_ssu(
     Computes the outputs of the T tokens from each row's logical state (its checkpoint advanced through the live
     ring rows), appends the tokens to the ring, and writes the logical state of before the new tokens to `state`
     for the rows that flush: those with pnat + T > W. Cursors are read, never written (see `commit`).
-    With b rows, H heads of P (head_dim) by N (d_state), G groups, R = W + T ring rows, T <= W:
+    With b rows, H heads of P (head_dim) by N (d_state), G groups, R = W + T ring rows, W <= 64, T <= 32, T <= W:
 
     Args:
         state: (slots, H, P, N) checkpoints, f32, bf16 or f16.
@@ -72,14 +72,22 @@ def checkpointing_ssu(
         dt_softplus: whether dt goes through softplus (after the bias).
         state_batch_indices: (b,) int32 or int64 slots; None means row i uses slot i. Live slots are distinct.
         pad_slot_id: rows with this slot, or a negative one, are padding: output zero, caches untouched.
-        state_scale, rand_seed, cu_seqlens, max_seqlen: not served yet; must be None.
+        state_scale, rand_seed: not served yet; must be None.
         philox_rounds: has no effect without rand_seed.
+        cu_seqlens: (b + 1,) int32, contiguous: rows have lengths of their own and lie packed (see below).
+        max_seqlen: with cu_seqlens, the most tokens that a row may have, 1..32; this is T of R = W + T.
         enable_pdl: promises that the direct predecessor on the stream writes only x, B, C, dt and z.
         config: forces a tile config; None takes the tuned tables' or the default rule's. No effect on the CPU.
 
+    **Packed ragged windows.** With cu_seqlens and max_seqlen, x, dt, z and out are (1, total, H, P), B and C
+    (1, total, G, N), and row i has the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1: T_i of them, 0 <= T_i <=
+    max_seqlen. It flushes if pnat + T_i > W and appends T_i rows; nothing happens to a row of length 0. cu_seqlens
+    begins with 0, never decreases and ends at total or before; tokens beyond its end give zeros, as those of padding
+    rows do. The total may be another in every call. `commit` takes the lengths.
+
     Slots may be strided views into a page pool. Rows (the last dimension) are contiguous; rows of state, x_cache,
     B_cache, x, B, C, z and out start at multiples of 16 bytes. CPU tensors run the reference. REPLAYSSM_CHECK=1
-    also checks slots and cursors of CUDA tensors, which synchronizes; not while a graph is captured. Under
+    also checks slots, cursors and cu_seqlens on CUDA, which synchronizes; not while a graph is captured. Under
     torch.compile the call becomes one node, the operator `replayssm_cute::checkpointing_ssu`.
 
     NaN and Inf outside the live rows change nothing. In a new token's x they reach the outputs of that row, head and
@@ -90,31 +98,32 @@ def checkpointing_ssu(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a wrong rank, shape, device, stride, alignment or value, or a config that cannot run here.
+        ValueError: a wrong rank, shape, device, stride, alignment or value, cu_seqlens or max_seqlen without the
+            other, or a config that cannot run here.
         NotImplementedError: what is not served yet.
         RuntimeError: no kernels for this GPU, none that passed its self-check on it, or a kernel that is not ready
             during a graph capture.
     """
-    if state_scale is not None or rand_seed is not None or cu_seqlens is not None or max_seqlen is not None:
-        not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
+    if state_scale is not None or rand_seed is not None:
+        not_served(state_scale, rand_seed)
     if _compiling():
         if config is not None:
             raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
         torch_op.step(
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, dt_softplus, state_batch_indices, pad_slot_id, enable_pdl,
+            dt_bias, dt_softplus, state_batch_indices, cu_seqlens, pad_slot_id, max_seqlen, enable_pdl,
         )  # fmt: skip
         return out
     arguments = (
         state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
-        state_batch_indices, pad_slot_id,
+        state_batch_indices, cu_seqlens, pad_slot_id,
     )  # fmt: skip
     if isinstance(state, torch.Tensor) and state.is_cuda:
         if _CHECK and not compiler.capturing():
-            call = plan.as_call(arguments, dt_softplus)
+            call = plan.as_call(arguments, dt_softplus, max_seqlen)
             _check_values(call, plan.checked_problem(call, enable_pdl))
-        return plan.run(arguments, dt_softplus, enable_pdl, config)
-    call = plan.as_call(arguments, dt_softplus)
+        return plan.run(arguments, dt_softplus, enable_pdl, config, max_seqlen)
+    call = plan.as_call(arguments, dt_softplus, max_seqlen)
     _run_reference(call, _reference_problem(call, enable_pdl, config))
     return out
 
@@ -140,14 +149,16 @@ def _check_values(call: Call, problem: Problem) -> None:
         call.prev_num_accepted_tokens,
         call.state_batch_indices,
         call.pad_slot_id,
-        batch=call.x.shape[0],
+        batch=call.batch,
         tokens=problem.tokens,
         window=problem.window,
+        cu_seqlens=call.cu_seqlens,
+        total=call.x.shape[1],
     )
 
 
 def _run_reference(call: Call, problem: Problem) -> None:
-    """Run a checked call on the CPU, once its slots and cursors are seen to be in range."""
+    """Run a checked call on the CPU, once its slots, cursors and row lengths are seen to be in range."""
     _check_values(call, problem)
     # Kernels write tensors of any mode; inference mode is the only one in which torch does too.
     with torch.inference_mode():
@@ -192,26 +203,26 @@ def prepare(
     does, so that a plan made before a graph capture may be launched in it.
 
     Raises:
-        As `checkpointing_ssu` for the same arguments, less the checks of slots and cursors.
+        As `checkpointing_ssu` for the same arguments, less the checks of slots, cursors and row lengths.
     """
-    not_served(state_scale, rand_seed, cu_seqlens, max_seqlen)
+    not_served(state_scale, rand_seed)
     arguments = (
         state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
-        state_batch_indices, pad_slot_id,
+        state_batch_indices, cu_seqlens, pad_slot_id,
     )  # fmt: skip
-    call = plan.as_call(arguments, dt_softplus)
+    call = plan.as_call(arguments, dt_softplus, max_seqlen)
     if isinstance(state, torch.Tensor) and state.is_cuda:
-        return plan.make(plan.checked_problem(call, enable_pdl), x.shape[0], state.get_device(), config)
+        return plan.make(plan.checked_problem(call, enable_pdl), call.batch, state.get_device(), config)
     problem = _reference_problem(call, enable_pdl, config)
 
     def checked_reference(*arguments: Any) -> None:
-        call = plan.as_call(arguments, dt_softplus)
+        call = plan.call_of(problem, arguments)
         given = _reference_problem(call, enable_pdl, None)
         if given != problem:
             raise ValueError("a call of another problem")  # Plan.launch says in what
         _run_reference(call, given)
 
-    return plan.Plan(problem, x.shape[0], None, None, checked_reference)
+    return plan.Plan(problem, call.batch, None, None, checked_reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +303,10 @@ def explain(
         bound = _SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        not_served(*(given[n] for n in ("state_scale", "rand_seed", "cu_seqlens", "max_seqlen")))
+        not_served(given["state_scale"], given["rand_seed"])
         call = Call(**{f.name: given[f.name] for f in dataclasses.fields(Call)})
         problem = plan.problem_of(call, given["enable_pdl"])
-        batch, config = given["x"].shape[0], given["config"]
+        batch, config = call.batch, given["config"]
         if given["state"].is_cuda:
             device = given["state"].get_device()
         elif target is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import dtypes
+from . import dtypes, packing
 from .problem import Problem
 
 
@@ -35,6 +35,24 @@ class Call:
     dt_softplus: bool = False
     state_batch_indices: torch.Tensor | None = None
     pad_slot_id: int = -1
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def tokens(self) -> int:
+        """T: new tokens of a row, of a ragged call the most that a row may have."""
+        return self.x.shape[1] if self.max_seqlen is None else self.max_seqlen
+
+    def lengths(self) -> torch.Tensor:
+        """(batch,) int64: new tokens of each row."""
+        if self.cu_seqlens is None:
+            return torch.full((self.batch,), self.tokens, device=self.x.device)
+        return packing.lengths(self.cu_seqlens)
 
     def kwargs(self) -> dict[str, Any]:
         """As keyword arguments."""
@@ -74,6 +92,8 @@ def random_call(
     dead: float | None = float("nan"),
     seed: int = 0,
     device: torch.device | str = "cpu",
+    lengths: Sequence[int] | torch.Tensor | int | None = None,
+    tail: int = 0,
 ) -> Call:
     """A random call of realistic statistics: dt after softplus in about 0.001..0.1, A in -16..-1.
 
@@ -81,12 +101,23 @@ def random_call(
         batch, slots: rows, and cache slots (default: batch + 3), assigned to rows by a random permutation.
         pnat, ring_start: live rows and oldest live row of each batch row; default random in 0..W and 0..R-1.
         padding: batch rows that get `pad_slot_id`.
-        dead: fills ring rows outside the live window and the slots that no row names; None keeps random values.
+        dead: fills ring rows outside the live window and the slots that no row names, and of a ragged call the inputs
+            of padding rows and of the tail; None keeps random values.
         pad_slot_id: never assigned to a live row; where it is a real slot, that slot is poisoned like unnamed ones.
         seed: of the generator; tensors are drawn on the CPU, so that every device sees the same ones.
+        lengths: of a ragged problem's rows, default random in 0..T.
+        tail: of a ragged problem, packed tokens that no row has; one where no row has any.
     """
     p = problem
     gen = torch.Generator().manual_seed(seed)
+    shape, cu_seqlens = (batch, p.tokens), None
+    if p.ragged:
+        drawn = torch.randint(0, p.tokens + 1, (batch,), generator=gen) if lengths is None else torch.as_tensor(lengths)
+        cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32)
+        cu_seqlens[1:] = drawn.expand(batch).cumsum(0)
+        shape = (1, max(1, int(cu_seqlens[-1]) + tail))
+    elif lengths is not None or tail:
+        raise ValueError("lengths, tail: need a ragged problem")
     slots = batch + 3 if slots is None else slots
     io, rows = dtypes.TORCH[p.io_dtype], p.ring_rows
 
@@ -114,23 +145,25 @@ def random_call(
         dt_cache=torch.exp(uniform(-6.9, -2.3, slots, p.heads, rows)),
         ring_start=start,
         prev_num_accepted_tokens=live,
-        x=randn(batch, p.tokens, p.heads, p.head_dim).to(io),
-        dt=spread(uniform(-5.0, 0.0, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim),
+        x=randn(*shape, p.heads, p.head_dim).to(io),
+        dt=spread(uniform(-5.0, 0.0, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim),
         A=spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
-        B=randn(batch, p.tokens, p.groups, p.d_state).to(io),
-        C=randn(batch, p.tokens, p.groups, p.d_state).to(io),
-        out=torch.full((batch, p.tokens, p.heads, p.head_dim), float("nan")).to(io),
+        B=randn(*shape, p.groups, p.d_state).to(io),
+        C=randn(*shape, p.groups, p.d_state).to(io),
+        out=torch.full((*shape, p.heads, p.head_dim), float("nan")).to(io),
         D=None if p.d_dtype is None else spread(randn(p.heads).to(dtypes.TORCH[p.d_dtype]), p.head_dim),
-        z=randn(batch, p.tokens, p.heads, p.head_dim).to(io) if p.has_z else None,
+        z=randn(*shape, p.heads, p.head_dim).to(io) if p.has_z else None,
         dt_bias=None
         if p.dt_bias_dtype is None
         else spread(uniform(-2.0, 0.0, p.heads).to(dtypes.TORCH[p.dt_bias_dtype]), p.head_dim),
         dt_softplus=p.dt_softplus,
         state_batch_indices=None if p.index_dtype is None else named.to(dtypes.TORCH[p.index_dtype], copy=True),
         pad_slot_id=pad_slot_id,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=p.tokens if p.ragged else None,
     )
     if not p.dt_softplus:  # without softplus the raw dt is the step itself: keep it positive
-        call.dt = spread(uniform(0.001, 0.1, batch, p.tokens, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
+        call.dt = spread(uniform(0.001, 0.1, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
         if call.dt_bias is not None:
             bias = uniform(0.0, 0.01, p.heads).to(dtypes.TORCH[p.dt_bias_dtype or "f32"])
             call.dt_bias = spread(bias, p.head_dim)
@@ -141,6 +174,8 @@ def random_call(
     if dead is not None:
         live_rows = sorted(set(range(batch)) - set(padding))
         _poison(call, named[live_rows], dead)
+        if cu_seqlens is not None:
+            _poison_tokens(call, padding, dead)
     return call.to(device) if torch.device(device).type != "cpu" else call
 
 
@@ -161,3 +196,13 @@ def _poison(call: Call, named: torch.Tensor, value: float) -> None:
     call.B_cache.transpose(1, 2)[dead] = value
     call.dt_cache.transpose(1, 2)[dead] = value
     call.state[~used] = value
+
+
+def _poison_tokens(call: Call, padding: Sequence[int], value: float) -> None:
+    """Fill the inputs of packed tokens that a correct step never uses: those of padding rows and of the tail."""
+    assert call.cu_seqlens is not None
+    bounds = call.cu_seqlens.tolist()
+    for first, end in (*((bounds[row], bounds[row + 1]) for row in padding), (bounds[-1], call.x.shape[1])):
+        for t in (call.x, call.dt[..., 0], call.B, call.C, call.z):
+            if t is not None:
+                t[:, first:end] = value

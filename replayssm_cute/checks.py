@@ -1,10 +1,12 @@
-"""Checks of values that live in tensors: slots and cursors. On a GPU they cost a synchronization."""
+"""Checks of values that live in tensors: slots, cursors, row lengths. On a GPU they cost a synchronization."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+from .packing import lengths
 
 
 def enabled() -> bool:
@@ -27,12 +29,19 @@ def check_values(
     batch: int,
     tokens: int,
     window: int,
+    cu_seqlens: torch.Tensor | None = None,
+    total: int = 0,
 ) -> None:
-    """Refuse slots outside the cache, live slots named twice, and cursors outside their ranges.
+    """Refuse slots outside the cache, live slots named twice, and cursors and row lengths outside their ranges.
+
+    Args:
+        cu_seqlens, total: of a ragged call, and the number of packed tokens that it has.
 
     Raises:
         ValueError: naming the argument, the first bad row, its value and what was expected.
     """
+    if cu_seqlens is not None:
+        _check_packing(cu_seqlens, tokens, total)
     slots = ring_start.shape[0]
     if state_batch_indices is None:
         live = torch.arange(batch, device=ring_start.device)
@@ -53,7 +62,19 @@ def check_values(
     _refuse("prev_num_accepted_tokens", pnat, rows, (pnat < 0) | (pnat > window), f"0..{window}")
 
 
-def _refuse(name: str, values: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor, expected: str) -> None:
+def _check_packing(cu_seqlens: torch.Tensor, tokens: int, total: int) -> None:
+    rows = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)
+    _refuse("cu_seqlens", cu_seqlens[:1], rows, cu_seqlens[:1] != 0, "0, the first token")
+    given = lengths(cu_seqlens)
+    expected = f"0..{tokens} (max_seqlen), that is, entries that never decrease"
+    _refuse("cu_seqlens", given, rows, (given < 0) | (given > tokens), expected, "a length of ")
+    ends = cu_seqlens[1:]
+    _refuse("cu_seqlens", ends, rows, ends > total, f"at most {total}, the tokens of x", "an end of ")
+
+
+def _refuse(
+    name: str, values: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor, expected: str, what: str = ""
+) -> None:
     if bool(bad.any()):
         at = int(torch.nonzero(bad)[0])
-        raise ValueError(f"{name}: got {int(values[at])} for batch row {int(rows[at])}, expected {expected}")
+        raise ValueError(f"{name}: got {what}{int(values[at])} for batch row {int(rows[at])}, expected {expected}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import checks, ring
+from . import checks, packing, ring
 from .calls import WRITTEN, Call
 from .problem import Problem
 from .reference import checkpointing_ssu_reference
@@ -25,7 +25,7 @@ class Errors:
         dt: largest relative error of the appended dt rows.
         rings_exact: x and B rings equal bit for bit, everywhere.
         untouched_exact: states of slots that did not flush, other dt rows, cursors, every input, and the zeros of
-            padding rows are bitwise right.
+            padding rows and of packed tokens that no row has are bitwise right.
     """
 
     out: float
@@ -54,7 +54,7 @@ class Bounds:
         if not e.rings_exact:
             return "x or B ring rows differ from the reference's"
         if not e.untouched_exact:
-            return "memory that the step must not touch, an input, or a padding row's zeros differ"
+            return "memory that the step must not touch, an input, or the zeros of padding or of a packed tail differ"
         return None
 
 
@@ -93,6 +93,16 @@ def _read_only(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
+def _live_tokens(call: Call, live: torch.Tensor) -> torch.Tensor:
+    """(batch, T) bool, of a ragged call (1, total): the tokens of rows that are no padding; the others give zeros."""
+    if call.cu_seqlens is None:
+        return live[:, None].expand(call.batch, call.tokens)
+    place, has = packing.places(call.cu_seqlens, call.tokens, call.x.shape[1])
+    found = torch.zeros(call.x.shape[:2], dtype=torch.bool, device=call.x.device)
+    found[0, place[live][has[live]]] = True
+    return found
+
+
 def errors(before: Call, after: Call) -> Errors:
     """Errors of `after`, the call's tensors after a step under test, given `before`, a clone from before it."""
     ref = before.clone()
@@ -101,36 +111,37 @@ def errors(before: Call, after: Call) -> Errors:
     ref.dt_cache = ref.dt_cache.double()
     checkpointing_ssu_reference(**ref.kwargs(), compute_dtype=torch.float64)
 
-    batch = before.x.shape[0]
     device = before.x.device
     slots = before.state_batch_indices
-    slots = torch.arange(batch, device=device) if slots is None else slots
+    slots = torch.arange(before.batch, device=device) if slots is None else slots
     live = checks.live_rows(slots, before.pad_slot_id)
     index = slots[live].long()
-    window, tokens = before.x_cache.shape[2] - before.x.shape[1], before.x.shape[1]
-    pnat = before.prev_num_accepted_tokens[index]
-    flushed = index[ring.flushes(pnat, tokens, window)]
+    window, tokens = before.x_cache.shape[2] - before.tokens, before.tokens
+    pnat, lengths = before.prev_num_accepted_tokens[index], before.lengths()[live]
+    flushed = index[ring.flushes(pnat, lengths, window)]
     kept = torch.ones(before.state.shape[0], dtype=torch.bool, device=device)
     kept[flushed] = False
 
     appended = torch.zeros(before.dt_cache.shape[0], before.dt_cache.shape[2], dtype=torch.bool, device=device)
     start = before.ring_start[index]
     for t in range(tokens):
-        appended[index, ((start + pnat + t) % ring.ring_rows(window, tokens)).long()] = True
+        row = ((start + pnat + t) % ring.ring_rows(window, tokens)).long()
+        appended[index[t < lengths], row[t < lengths]] = True
     dt_new, dt_ref = after.dt_cache.transpose(1, 2)[appended], ref.dt_cache.transpose(1, 2)[appended]
     dt_error = (
         ((dt_new.double() - dt_ref).abs() / dt_ref.abs().clamp_min(1e-30)).max() if dt_ref.numel() else torch.zeros(())
     )
+    live_tokens = _live_tokens(before, live)
     untouched = (
         _same_bits(after.state[kept], before.state[kept])
         and _same_bits(after.dt_cache.transpose(1, 2)[~appended], before.dt_cache.transpose(1, 2)[~appended])
-        and not bool(after.out[~live].any())
+        and not bool(after.out[~live_tokens].any())
         and all(_same_bits(getattr(after, name), value) for name, value in _read_only(before))
     )
     dt_value = float(dt_error)
     return Errors(
-        out=_ratio(after.out[live], ref.out[live]),
-        out_worst=_ratio(after.out[live], ref.out[live], (-1,)),
+        out=_ratio(after.out[live_tokens], ref.out[live_tokens]),
+        out_worst=_ratio(after.out[live_tokens], ref.out[live_tokens], (-1,)),
         state=_ratio(after.state[flushed], ref.state[flushed]),
         dt=dt_value if math.isfinite(dt_value) else math.inf,
         rings_exact=_same_bits(after.x_cache, ref.x_cache) and _same_bits(after.B_cache, ref.B_cache),

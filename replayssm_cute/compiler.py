@@ -238,7 +238,7 @@ def get(problem: Problem, config: TileConfig, target: Target, *, batch: int | No
 
     Returns:
         A function of (state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out,
-        D, z, dt_bias, state_batch_indices, pad_slot_id) that launches on torch's current stream.
+        D, z, dt_bias, state_batch_indices, cu_seqlens, pad_slot_id) that launches on torch's current stream.
     """
     return load(StepRecipe(problem, config), target, batch=batch)
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, selfcheck, tables
+from . import calls, compiler, dtypes, packing, selfcheck, tables
 from .config import TileConfig
-from .problem import Problem, from_tensors
+from .problem import Problem, from_tensors, packed_wide
 from .target import Target, of_device
 
 Arguments = tuple[Any, ...]
@@ -73,12 +73,13 @@ class Plan:
         z: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
         state_batch_indices: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         pad_slot_id: int = -1,
     ) -> torch.Tensor:
         """Run the step on tensors like those it was prepared with, on the current stream of the prepared device.
 
-        Arguments are those of `checkpointing_ssu` under the same names; dt_softplus, enable_pdl and config are the
-        prepared ones. Positional arguments cost the host least.
+        Arguments are those of `checkpointing_ssu` under the same names; dt_softplus, enable_pdl, max_seqlen and config
+        are the prepared ones. Positional arguments cost the host least.
 
         Checked, before anything is launched: of every tensor its device, dtype, rank, the sizes that the problem
         fixes, that sizes which must agree do, the strides that the problem fixes (all inside a slot, and over heads
@@ -87,8 +88,10 @@ class Plan:
 
         The caller's promise, checked by `checkpointing_ssu` and here on the CPU alone: the strides that the problem
         leaves open (over slots, batch rows and tokens) are the prepared ones; without state_batch_indices there are
-        at least as many slots as rows; pad_slot_id is an int of 64 bits; slots and cursors are in range. Another
-        batch size is right, but runs the config that was chosen for the prepared one.
+        at least as many slots as rows; pad_slot_id is an int of 64 bits; slots and cursors are in range. With
+        cu_seqlens also: it has one entry more than state_batch_indices, its lengths are in range, and the packed tokens
+        reach less than 2^30 elements. Another batch size, or total of packed tokens, is right, but runs the config that
+        was chosen for the prepared one.
 
         Returns:
             `out`.
@@ -99,7 +102,7 @@ class Plan:
         """
         arguments = (
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, state_batch_indices, pad_slot_id,
+            dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
         device = self.device
         try:
@@ -129,6 +132,7 @@ class Plan:
         z: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
         state_batch_indices: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         pad_slot_id: int = -1,
     ) -> Callable[[], torch.Tensor]:
         """A launch on these very tensors, for buffers that stay where they are; it costs less than `launch`.
@@ -143,7 +147,7 @@ class Plan:
         """
         arguments = (
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, state_batch_indices, pad_slot_id,
+            dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
         self._refuse_another(arguments)
         device, kernel = self.device, self.kernel
@@ -183,7 +187,7 @@ class Plan:
 
     def _refuse_another(self, arguments: Arguments) -> None:
         """Check a call, and that it is one of the prepared problem."""
-        problem = checked_problem(as_call(arguments, self.problem.dt_softplus), self.problem.pdl)
+        problem = checked_problem(call_of(self.problem, arguments), self.problem.pdl)
         if differences := [
             f"{f.name} {getattr(problem, f.name)!r}, expected {getattr(self.problem, f.name)!r}"
             for f in dataclasses.fields(Problem)
@@ -208,39 +212,50 @@ def forget() -> None:
         _prepared.clear()
 
 
-def run(arguments: Arguments, dt_softplus: bool, enable_pdl: bool, config: TileConfig | None) -> torch.Tensor:
+def run(
+    arguments: Arguments,
+    dt_softplus: bool,
+    enable_pdl: bool,
+    config: TileConfig | None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
     """Check and launch one step on CUDA tensors; arguments and errors as in `checkpointing_ssu`."""
     global _last
-    state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, pad_slot_id = arguments
+    state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id = (
+        arguments
+    )
     try:
-        signature = (
-            x.shape,
-            # Strides tell problems apart, and those of zero, or so large that offsets pass 32 bits, would pass the
-            # kernel's checks.
-            x.stride(),
-            B.stride(),
-            C.stride(),
-            out.stride(),
-            state.stride(),
-            x_cache.stride(),
-            B_cache.stride(),
-            dt_cache.stride(),
-            None if z is None else z.stride(),
-            state.dtype,
-            x.dtype,
-            D is None,
-            dt_bias is None,
-            # 1 equals True: only the class tells a bool
-            dt_softplus,
-            dt_softplus.__class__,
-            enable_pdl,
-            enable_pdl.__class__,
-            pad_slot_id.__class__,
-            # Without indices row i uses slot i, so that there must be enough slots.
-            state.shape if slots is None else slots.dtype,
-            config,
-            state.get_device(),
-        )
+        if cu_seqlens is None and max_seqlen is None:
+            signature: Hashable = (
+                x.shape,
+                # Strides tell problems apart, and those of zero, or so large that offsets pass 32 bits, would pass the
+                # kernel's checks.
+                x.stride(),
+                B.stride(),
+                C.stride(),
+                out.stride(),
+                state.stride(),
+                x_cache.stride(),
+                B_cache.stride(),
+                dt_cache.stride(),
+                None if z is None else z.stride(),
+                state.dtype,
+                x.dtype,
+                D is None,
+                dt_bias is None,
+                # 1 equals True: only the class tells a bool
+                dt_softplus,
+                dt_softplus.__class__,
+                enable_pdl,
+                enable_pdl.__class__,
+                pad_slot_id.__class__,
+                # Without indices row i uses slot i, so that there must be enough slots.
+                state.shape if slots is None else slots.dtype,
+                config,
+                state.get_device(),
+            )
+        else:
+            signature = _ragged_signature(arguments, dt_softplus, enable_pdl, config, max_seqlen)
         known, plan = _last
         if signature != known:
             plan = _plans.get(signature)
@@ -249,23 +264,75 @@ def run(arguments: Arguments, dt_softplus: bool, enable_pdl: bool, config: TileC
     except (AttributeError, TypeError):
         plan = signature = None  # some argument is no tensor; the checks say which
     if plan is None:
-        plan = _find(signature, arguments, dt_softplus, enable_pdl, config)
+        plan = _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen)
     try:
         if plan.device == current_device():
             plan.kernel(*arguments)
         else:
             plan._launch_elsewhere(arguments)
     except _REFUSALS:
-        if checked_problem(as_call(arguments, dt_softplus), enable_pdl) == plan.problem:
+        if checked_problem(as_call(arguments, dt_softplus, max_seqlen), enable_pdl) == plan.problem:
             raise
         with _lock:
             _plans[signature], _last = None, (None, None)
-        _find(signature, arguments, dt_softplus, enable_pdl, config).launch(*arguments)
+        _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen).launch(*arguments)
     return out
 
 
+def _ragged_signature(
+    arguments: Arguments, dt_softplus: bool, enable_pdl: bool, config: TileConfig | None, max_seqlen: int | None
+) -> Hashable:
+    """The signature of a call with cu_seqlens. The number of its packed tokens, another in every step, is not in it.
+
+    Raises:
+        AttributeError, TypeError: where an argument is no tensor.
+    """
+    state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id = (
+        arguments
+    )
+    one, total, heads, head_dim = x.shape
+    # The stride of the one long row depends on the total, and no kernel uses it.
+    strides = [t.stride()[1:] for t in ((x, B, C, out) if z is None else (x, B, C, out, z))]
+    return (
+        one,
+        heads,
+        head_dim,
+        packed_wide(total, *[s[0] for s in strides]),
+        # Whether tokens share memory: of one token no stride is refused; of heads that lie further apart than tokens
+        # the total decides.
+        total > 1,
+        total if strides[3][0] < strides[3][1] else None,
+        *strides,
+        cu_seqlens.shape,
+        cu_seqlens.stride(),
+        max_seqlen,
+        max_seqlen.__class__,
+        state.stride(),
+        x_cache.stride(),
+        B_cache.stride(),
+        dt_cache.stride(),
+        state.dtype,
+        x.dtype,
+        D is None,
+        dt_bias is None,
+        dt_softplus,
+        dt_softplus.__class__,
+        enable_pdl,
+        enable_pdl.__class__,
+        pad_slot_id.__class__,
+        state.shape if slots is None else (slots.dtype, slots.shape),
+        config,
+        state.get_device(),
+    )
+
+
 def _find(
-    signature: Hashable, arguments: Arguments, dt_softplus: bool, enable_pdl: bool, config: TileConfig | None
+    signature: Hashable,
+    arguments: Arguments,
+    dt_softplus: bool,
+    enable_pdl: bool,
+    config: TileConfig | None,
+    max_seqlen: int | None,
 ) -> Plan:
     """The plan of a call whose signature is not known, or known to be that of several problems, after every check.
 
@@ -276,9 +343,9 @@ def _find(
     plan = _plans.get((signature, metadata))
     if plan is not None:
         return plan
-    call = as_call(arguments, dt_softplus)
+    call = as_call(arguments, dt_softplus, max_seqlen)
     problem = checked_problem(call, enable_pdl)
-    plan = make(problem, call.x.shape[0], call.state.get_device(), config)
+    plan = make(problem, call.batch, call.state.get_device(), config)
     with _lock:
         if len(_plans) >= _LIMIT:
             _plans.clear()
@@ -448,7 +515,7 @@ def on_device(index: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> calls.Call:
-    """A call on all-zero tensors of its own: `batch` rows, one slot each, empty rings."""
+    """A call on all-zero tensors of its own: `batch` rows of T tokens, one slot each, empty rings."""
     p, io = problem, dtypes.TORCH[problem.io_dtype]
 
     def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -457,7 +524,8 @@ def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> call
     def spread(name: str, shape: tuple[int, ...], *sizes: int) -> torch.Tensor:
         return calls.spread(zeros(dtypes.TORCH[name], *shape), *sizes)
 
-    tokens = (batch, p.tokens, p.heads, p.head_dim)
+    shape = (1, batch * p.tokens) if p.ragged else (batch, p.tokens)
+    tokens = (*shape, p.heads, p.head_dim)
     rate = spread(p.a_dtype, (p.heads,), p.head_dim, p.d_state)
     return calls.Call(
         state=zeros(dtypes.TORCH[p.state_dtype], batch, p.heads, p.head_dim, p.d_state),
@@ -469,8 +537,8 @@ def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> call
         x=zeros(io, *tokens),
         dt=spread(p.dt_dtype, tokens[:3], p.head_dim),
         A=rate if p.compact else rate.repeat_interleave(2, 0)[::2, :1, :1].expand(rate.shape),
-        B=zeros(io, batch, p.tokens, p.groups, p.d_state),
-        C=zeros(io, batch, p.tokens, p.groups, p.d_state),
+        B=zeros(io, *shape, p.groups, p.d_state),
+        C=zeros(io, *shape, p.groups, p.d_state),
         out=zeros(io, *tokens),
         D=None if p.d_dtype is None else spread(p.d_dtype, (p.heads,), p.head_dim),
         z=zeros(io, *tokens) if p.has_z else None,
@@ -480,6 +548,8 @@ def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> call
         if p.index_dtype is None
         else torch.arange(batch, dtype=dtypes.TORCH[p.index_dtype], device=device),
         pad_slot_id=-1,
+        cu_seqlens=packing.uniform(batch, p.tokens, device) if p.ragged else None,
+        max_seqlen=p.tokens if p.ragged else None,
     )
 
 
@@ -502,11 +572,18 @@ def kernel_args(call: calls.Call) -> Arguments:
         call.z,
         call.dt_bias,
         call.state_batch_indices,
+        call.cu_seqlens,
         call.pad_slot_id,
     )
 
 
-def as_call(arguments: Arguments, dt_softplus: bool) -> calls.Call:
+def as_call(arguments: Arguments, dt_softplus: bool, max_seqlen: int | None = None) -> calls.Call:
     """The call of arguments in the order that kernels take them."""
-    named = (*arguments[:15], dt_softplus, *arguments[15:])
+    slots, cu_seqlens, pad_slot_id = arguments[15:]
+    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen)
     return calls.Call(*named)
+
+
+def call_of(problem: Problem, arguments: Arguments) -> calls.Call:
+    """The call of a kernel's arguments, where dt_softplus and max_seqlen are what its problem says."""
+    return as_call(arguments, problem.dt_softplus, None if arguments[16] is None else problem.tokens)

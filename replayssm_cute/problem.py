@@ -140,9 +140,10 @@ class Problem:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16'."""
+        """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16', with 'ragged' at its end where it is."""
         geometry = f"{self.heads}x{self.head_dim}x{self.d_state}/{self.groups}"
-        return f"{geometry} {self.state_dtype} T{self.tokens} W{self.window}"
+        ragged = " ragged" if self.ragged else ""
+        return f"{geometry} {self.state_dtype} T{self.tokens} W{self.window}{ragged}"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -222,14 +223,18 @@ def _is_compact(
     D: torch.Tensor | None,
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    ragged: bool,
 ) -> bool:
     """Whether strides inside a slot, and over heads and groups, are the contiguous ones, and 32-bit offsets suffice.
 
     Kernels of compact problems reach everything inside a slot or batch row by 32-bit offsets. Where a slot or a stride
-    of tokens is too large for that, the general kernel, with 64-bit addresses, serves.
+    of tokens is too large for that, the general kernel, with 64-bit addresses, serves; also where packed tokens are
+    `packed_wide`.
     """
     wide = (state, x_cache, B_cache, x, B, C, out, z)
     if any(t is not None and _reach(t) >= OFFSET_LIMIT for t in wide):
+        return False
+    if ragged and packed_wide(x.shape[1], *(t.stride(1) for t in (x, B, C, out, z) if t is not None)):
         return False
     caches = all(
         t.stride()[1:] == torch.empty(t.shape[1:], device="meta").stride() for t in (state, x_cache, B_cache, dt_cache)
@@ -237,6 +242,15 @@ def _is_compact(
     heads = all(t is None or t.stride(2) == t.shape[3] for t in (x, B, C, out, z))
     scalars = all(t is None or t.stride(0) == 1 for t in (A, D, dt_bias))
     return caches and heads and scalars and dt.stride(2) == 1
+
+
+def packed_wide(total: int, *strides: int) -> bool:
+    """Whether packed tokens may lie too far apart for 32-bit offsets, told from their number and strides alone.
+
+    So a call that is known by its strides needs nothing but its total to be known as compact. Half of the reach is
+    left for the heads of the last token.
+    """
+    return total * max(strides) >= OFFSET_LIMIT // 2
 
 
 def _reach(t: torch.Tensor) -> int:
@@ -250,16 +264,29 @@ def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> Non
             raise ValueError(f"{name}: got stride {t.stride(d)} on dimension {d}, expected 0: {how}")
 
 
-def not_served(state_scale: object, rand_seed: object, cu_seqlens: object, max_seqlen: object) -> None:
+def not_served(state_scale: object, rand_seed: object) -> None:
     """Refuse the arguments whose issue has not landed, by name.
 
     Raises:
         NotImplementedError: for any of them that is not None.
     """
-    given = {"state_scale": state_scale, "rand_seed": rand_seed, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    for name, value in given.items():
+    for name, value in {"state_scale": state_scale, "rand_seed": rand_seed}.items():
         if value is not None:
             raise NotImplementedError(f"{name}: not served yet; pass None")
+
+
+def _packing(cu_seqlens: object, max_seqlen: object) -> bool:
+    """Whether a call is ragged, after the checks that concern its two arguments alone."""
+    if (cu_seqlens is None) != (max_seqlen is None):
+        given, absent = ("cu_seqlens", "max_seqlen") if max_seqlen is None else ("max_seqlen", "cu_seqlens")
+        raise ValueError(f"{absent}: got None beside {given}, expected both or neither of cu_seqlens and max_seqlen")
+    if max_seqlen is None:
+        return False
+    if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool):
+        raise TypeError(f"max_seqlen: got {type(max_seqlen).__name__}, expected an int in 1..{MAX_TOKENS}")
+    if not 1 <= max_seqlen <= MAX_TOKENS:
+        raise ValueError(f"max_seqlen: got {max_seqlen}, expected 1..{MAX_TOKENS}")
+    return True
 
 
 def from_tensors(
@@ -281,14 +308,22 @@ def from_tensors(
     dt_softplus: bool,
     state_batch_indices: torch.Tensor | None,
     enable_pdl: bool,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Problem:
     """Check one call's tensors against the contract and give its Problem. Nothing is written.
 
+    Slots, cursors and the values of cu_seqlens lie on the device: `checks.check_values` looks at them.
+
     Raises:
         TypeError: an argument that is no tensor, or has a wrong dtype.
-        ValueError: a wrong rank, shape, device, stride or alignment, naming argument, value and expectation.
+        ValueError: a wrong rank, shape, device, stride or alignment, or one of cu_seqlens and max_seqlen without the
+            other, naming argument, value and expectation.
         NotImplementedError: 8-bit state, W or T beyond what is served.
     """
+    ragged = _packing(cu_seqlens, max_seqlen)
+    per_token = "1, total" if ragged else "batch, T"
+    x_dims, b_dims = f"({per_token}, H, P)", f"({per_token}, G, N)"
     required = {
         "state": (state, "(slots, H, P, N)"),
         "x_cache": (x_cache, "(slots, H, R, P)"),
@@ -296,18 +331,19 @@ def from_tensors(
         "dt_cache": (dt_cache, "(slots, H, R)"),
         "ring_start": (ring_start, "(slots,)"),
         "prev_num_accepted_tokens": (prev_num_accepted_tokens, "(slots,)"),
-        "x": (x, "(batch, T, H, P)"),
-        "dt": (dt, "(batch, T, H, P)"),
+        "x": (x, x_dims),
+        "dt": (dt, x_dims),
         "A": (A, "(H, P, N)"),
-        "B": (B, "(batch, T, G, N)"),
-        "C": (C, "(batch, T, G, N)"),
-        "out": (out, "(batch, T, H, P)"),
+        "B": (B, b_dims),
+        "C": (C, b_dims),
+        "out": (out, x_dims),
     }
     optional = {
         "D": (D, "(H, P)"),
-        "z": (z, "(batch, T, H, P)"),
+        "z": (z, x_dims),
         "dt_bias": (dt_bias, "(H, P)"),
         "state_batch_indices": (state_batch_indices, "(batch,)"),
+        "cu_seqlens": (cu_seqlens, "(batch + 1,)"),
     }
     given = required | {k: v for k, v in optional.items() if v[0] is not None}
     for name, (t, dims) in given.items():
@@ -320,12 +356,20 @@ def from_tensors(
             raise TypeError(f"{name}: got {type(flag).__name__}, expected bool")
 
     slots, heads, head_dim, d_state = state.shape
-    batch, tokens = x.shape[0], x.shape[1]
+    batch, tokens = x.shape[:2]
     groups, rows = B_cache.shape[1], x_cache.shape[2]
     if slots < 1:
         raise ValueError(f"state: got shape {tuple(state.shape)}, expected at least one slot")
     if batch < 1 or tokens < 1:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected at least one row and one token")
+    tokens_shape = (batch, tokens, heads, head_dim)
+    if cu_seqlens is not None and max_seqlen is not None:
+        tokens_shape = (1, *tokens_shape[1:])
+        batch, tokens = cu_seqlens.shape[0] - 1, max_seqlen
+        if batch < 1:
+            raise ValueError(
+                f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (batch + 1,) with at least one row"
+            )
     if groups < 1 or heads % groups:
         raise ValueError(f"B_cache: {heads} heads of state do not divide into its {groups} groups")
     if rows < 2 * tokens:
@@ -335,18 +379,18 @@ def from_tensors(
 
     state_dtype = _dtype("state", state, (*dtypes.STATE, *dtypes.EIGHT_BIT))
     io = _dtype("x", x, dtypes.IO)
-    tokens_shape = (batch, tokens, heads, head_dim)
-    _shape("x", x, tokens_shape, "(batch, T, H, P)")
+    groups_shape = (*tokens_shape[:2], groups, d_state)
+    _shape("x", x, tokens_shape, x_dims)
     _shape("x_cache", x_cache, (slots, heads, rows, head_dim), "(slots, H, R, P)")
     _shape("B_cache", B_cache, (slots, groups, rows, d_state), "(slots, G, R, N)")
     _shape("dt_cache", dt_cache, (slots, heads, rows), "(slots, H, R)")
     _shape("ring_start", ring_start, (slots,), "(slots,)")
     _shape("prev_num_accepted_tokens", prev_num_accepted_tokens, (slots,), "(slots,)")
-    _shape("dt", dt, tokens_shape, "(batch, T, H, P)")
+    _shape("dt", dt, tokens_shape, x_dims)
     _shape("A", A, (heads, head_dim, d_state), "(H, P, N)")
-    _shape("B", B, (batch, tokens, groups, d_state), "(batch, T, G, N)")
-    _shape("C", C, (batch, tokens, groups, d_state), "(batch, T, G, N)")
-    _shape("out", out, tokens_shape, "(batch, T, H, P)")
+    _shape("B", B, groups_shape, b_dims)
+    _shape("C", C, groups_shape, b_dims)
+    _shape("out", out, tokens_shape, x_dims)
     for name, t in (("x_cache", x_cache), ("B_cache", B_cache), ("B", B), ("C", C), ("out", out)):
         _dtype(name, t, (io,), " (x's dtype)")
     _dtype("dt_cache", dt_cache, ("f32",))
@@ -364,7 +408,7 @@ def from_tensors(
         bias_dtype = _dtype("dt_bias", dt_bias, dtypes.WEIGHT)
         _broadcast("dt_bias", dt_bias, (1,), "one value a head, expanded over P")
     if z is not None:
-        _shape("z", z, tokens_shape, "(batch, T, H, P)")
+        _shape("z", z, tokens_shape, x_dims)
         _dtype("z", z, (io,), " (x's dtype)")
         _rows("z", z, ROW_ALIGN)
     if state_batch_indices is not None:
@@ -374,6 +418,11 @@ def from_tensors(
         raise ValueError(
             f"state: got {slots} slots for {batch} rows without state_batch_indices, expected at least {batch}"
         )
+
+    if cu_seqlens is not None:
+        _dtype("cu_seqlens", cu_seqlens, ("i32",))
+        if cu_seqlens.stride(0) != 1:
+            raise ValueError(f"cu_seqlens: got stride {cu_seqlens.stride(0)}, expected 1 (contiguous)")
 
     for name, t in (
         ("state", state),
@@ -408,5 +457,6 @@ def from_tensors(
         dt_softplus=dt_softplus,
         index_dtype=index_dtype,
         pdl=enable_pdl,
-        compact=_is_compact(state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias),
+        compact=_is_compact(state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, ragged),
+        ragged=ragged,
     )

@@ -4,6 +4,7 @@ Mamba2's recurrence (Dao and Gu, 2024, "Transformers are SSMs", section 6), one 
     S <- exp(A_h dt) S + dt x (outer) B,   y = S C + D_h x,   optionally y *= z sigmoid(z),
 with dt = softplus(dt_raw + dt_bias_h). Checkpointing SSU keeps S once per slot and replays a ring of
 recent inputs; here that replay is the recurrence itself, applied to the live rows and then to the new tokens.
+Packed ragged windows are first laid out as rows of equal length; tokens that a row has not change nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import checks, ring
+from . import checks, packing, ring
 
 
 def checkpointing_ssu_reference(
@@ -33,6 +34,8 @@ def checkpointing_ssu_reference(
     dt_softplus: bool = False,
     state_batch_indices: torch.Tensor | None = None,
     pad_slot_id: int = -1,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     *,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -42,12 +45,26 @@ def checkpointing_ssu_reference(
     keep float64 results). Arithmetic runs in `compute_dtype`.
 
     Returns:
-        `out`, (batch, T, H, P); zero for padding rows (slot == pad_slot_id or slot < 0).
+        `out`, (batch, T, H, P), or (1, total, H, P) with cu_seqlens; zero for padding rows (slot == pad_slot_id or
+        slot < 0) and for packed tokens that no row has.
     """
     batch, tokens, heads, _ = x.shape
+    if cu_seqlens is not None and max_seqlen is not None:
+        batch, tokens = cu_seqlens.shape[0] - 1, max_seqlen
+        place, has = packing.places(cu_seqlens, max_seqlen, x.shape[1])
+    else:
+        place, has = None, torch.ones(batch, tokens, dtype=torch.bool, device=x.device)
+
+    def by_row(t: torch.Tensor) -> torch.Tensor:
+        """(live rows, T, ...)."""
+        return t[live_row] if place is None else t[0, place[live_row]]
+
     slots = state_batch_indices if state_batch_indices is not None else torch.arange(batch, device=x.device)
     live_row = checks.live_rows(slots, pad_slot_id)
-    out[~live_row] = 0
+    if place is None:
+        out[~live_row] = 0
+    else:
+        out.zero_()
     index = slots[live_row].long()
     if index.numel() == 0:
         return out
@@ -63,7 +80,8 @@ def checkpointing_ssu_reference(
 
     start, pnat = ring_start[index].long(), prev_num_accepted_tokens[index].long()
     rate = wide(A[:, 0, 0])
-    dt_new = wide(dt[live_row][..., 0])  # (rows, T, H)
+    has = has[live_row]
+    dt_new = wide(by_row(dt[..., 0]))  # (rows, T, H)
     if dt_bias is not None:
         dt_new = dt_new + wide(dt_bias[:, 0])
     if dt_softplus:
@@ -85,24 +103,29 @@ def checkpointing_ssu_reference(
         # Selecting, not multiplying by a mask: a dead row may hold NaN or Inf.
         logical = torch.where((j < pnat)[:, None, None, None], stepped, logical)
 
-    flush = ring.flushes(pnat, tokens, window)
+    flush = ring.flushes(pnat, has.sum(1), window)
     flushed = index[flush]
     state[flushed] = logical[flush].to(state.dtype)
 
-    x_new, b_new, c_new = x[live_row], B[live_row], C[live_row]
+    x_new, b_new, c_new = by_row(x), by_row(B), by_row(C)
+    gate_new = None if z is None else by_row(z)
     result = torch.empty(x_new.shape, dtype=compute_dtype, device=x.device)
     for t in range(tokens):
         logical = advance(logical, dt_new[:, t], wide(x_new[:, t]), per_head(b_new[:, t]))
         y = (logical @ per_head(c_new[:, t])[..., None])[..., 0]
         if D is not None:
             y = y + wide(D[:, :1]) * wide(x_new[:, t])
-        if z is not None:
-            gate = wide(z[live_row][:, t])
+        if gate_new is not None:
+            gate = wide(gate_new[:, t])
             y = y * gate * torch.sigmoid(gate)
         result[:, t] = y
-        row = (start + pnat + t) % rows
-        x_cache[index, :, row] = x_new[:, t].to(x_cache.dtype)
-        B_cache[index, :, row] = b_new[:, t].to(B_cache.dtype)
-        dt_cache[index, :, row] = dt_new[:, t].to(dt_cache.dtype)
-    out[live_row] = result.to(out.dtype)
+        row, new = (start + pnat + t) % rows, has[:, t]
+        at = index[new], slice(None), row[new]
+        x_cache[at] = x_new[new, t].to(x_cache.dtype)
+        B_cache[at] = b_new[new, t].to(B_cache.dtype)
+        dt_cache[at] = dt_new[new, t].to(dt_cache.dtype)
+    if place is None:
+        out[live_row] = result.to(out.dtype)
+    else:
+        out[0, place[live_row][has]] = result[has].to(out.dtype)
     return out

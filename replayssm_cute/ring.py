@@ -31,6 +31,7 @@ def commit(
     tokens: int,
     window: int,
     pad_slot_id: int = -1,
+    lengths: torch.Tensor | None = None,
 ) -> None:
     """Advance the cursors of `slots` after a step of `tokens` tokens, in place, without a host sync.
 
@@ -39,6 +40,8 @@ def commit(
         slots: (batch,) int32 or int64 distinct slot indices; `pad_slot_id` and negative ones are skipped.
         num_accepted: (batch,) accepted tokens per row; clamped to 0..tokens. 0 is legal, also on a flush.
         tokens, window: T and W of the step.
+        lengths: (batch,) int32 or int64, the tokens that each row ran in a ragged step, 0..T; None means T. Flush rule
+            and clamp are then the row's own, and a row of length 0 keeps its cursors.
     """
     rows = ring_rows(window, tokens)
     slots = slots.long()  # pad_slot_id may be any int64
@@ -49,7 +52,11 @@ def commit(
     safe = torch.where(live, slots, 0)
     start, old = ring_start[safe], pnat[safe]
     accepted = num_accepted.clamp(0, tokens).to(old.dtype)
-    flushed = flushes(old, tokens, window)
+    ran: torch.Tensor | int = tokens
+    if lengths is not None:
+        ran = lengths.to(old.dtype)
+        accepted = torch.minimum(accepted, ran)
+    flushed = flushes(old, ran, window)
     new_start = torch.where(flushed, (start + old) % rows, start)
     new_old = torch.where(flushed, accepted, old + accepted)
     target = torch.where(live, slots, size)

@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -43,7 +44,7 @@ ROWS = 6  # live rows of a trial, and as many again in the tail of a config that
 HANG_SECONDS = 60.0  # a trial takes microseconds; the rest is for a GPU that others keep busy
 
 _PACKAGE = Path(__file__).resolve().parent
-_CHECK_SOURCES = ("selfcheck.py", "compare.py", "calls.py", "reference.py", "checks.py")
+_CHECK_SOURCES = ("selfcheck.py", "compare.py", "calls.py", "reference.py", "checks.py", "packing.py", "ring.py")
 _PROC = Path("/proc/driver/nvidia/version")
 # Errors that a launch can meet without the kernel being wrong: they say nothing about it and are not kept.
 _NOT_THE_KERNEL = re.compile(r"out.of.memory|captur", re.I)
@@ -345,7 +346,15 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
     Live rows wrap, new rows wrap, or nothing wraps; rows flush and others do not; padding is -1, then 0, then another
     negative slot; dead ring rows, foreign slots and the output hold NaN. Where the problem is not compact, heads are
     apart, with NaN between. A config with a tail gets batches that reach beyond it, and every pnat in either part.
+    A ragged problem gets all of this three times: with every row at full length; then with lengths of 0..T, chosen so
+    that no row flushes that would at full length; then with one token more, which makes just these flush. The last
+    two have tokens, holding NaN, that no row has.
     """
+    for more in (None, 0, 1) if problem.ragged else (None,):
+        yield from _trials(problem, config, more)
+
+
+def _trials(problem: Problem, config: TileConfig, more: int | None) -> Iterator[Call]:
     period, tail = problem.window + 1, config.tail_rows
     in_tail = min(tail, ROWS)  # live ones; padding fills the rest of a long tail
     step = in_tail or ROWS
@@ -359,8 +368,10 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
         front = ROWS + (in_tail + 1) // 2
         # Row 0 is padding, and so are its copies between the live rows at the two ends of the tail.
         order = [*range(front + 1), *[0] * (tail - in_tail if tail else 1), *range(front + 1, len(pnat))]
+        lengths = [problem.tokens if more is None else _length(problem, n, more) for n in pnat]
+        lengths[0] = problem.tokens
         if problem.index_dtype is None:  # row i has slot i, so that each row needs its own; slot 0 may be padding
-            pnat, start = [pnat[i] for i in order], [start[i] for i in order]
+            pnat, start, lengths = ([values[i] for i in order] for values in (pnat, start, lengths))
         call = random_call(
             problem,
             len(pnat),
@@ -370,6 +381,8 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
             padding=() if problem.index_dtype is None else (0,),
             pad_slot_id=pad,
             seed=number,
+            lengths=lengths if problem.ragged else None,
+            tail=0 if more is None else number + 1,
         )
         if call.state_batch_indices is not None:
             call = _take_rows(call, order)
@@ -381,11 +394,26 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
 def _take_rows(call: Call, order: list[int]) -> Call:
     """The same caches with batch rows in another order, some of them several times; strides of 0 stay."""
     taken: dict[str, Any] = {}
-    for name in ("x", "dt", "B", "C", "out", "z", "state_batch_indices"):
+    if call.state_batch_indices is not None:
+        taken["state_batch_indices"] = call.state_batch_indices[order]
+    where: Any = order
+    if call.cu_seqlens is not None:
+        bounds = call.cu_seqlens.tolist()
+        spans = [range(bounds[row], bounds[row + 1]) for row in order]
+        taken["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(map(len, spans))], dtype=torch.int32)
+        where = 0, [*itertools.chain(*spans, range(bounds[-1], call.x.shape[1]))]
+    for name in ("x", "dt", "B", "C", "out", "z"):
         t: torch.Tensor | None = getattr(call, name)
         if t is not None:
-            taken[name] = (t[order, ..., :1] if t.stride(-1) == 0 else t[order]).expand(len(order), *t.shape[1:])
+            rows = (t[..., :1] if t.stride(-1) == 0 else t)[where]
+            rows = rows if call.cu_seqlens is None else rows[None]
+            taken[name] = rows.expand(*rows.shape[:-1], t.shape[-1])
     return dataclasses.replace(call, **taken)
+
+
+def _length(problem: Problem, pnat: int, more: int) -> int:
+    """A ragged row's length: the most that does not flush, and `more` tokens, taken modulo T + 1."""
+    return (problem.window - pnat + more) % (problem.tokens + 1)
 
 
 def _start(problem: Problem, pnat: int, way: int) -> int:

@@ -34,7 +34,9 @@ def step(
     dt_bias: torch.Tensor | None,
     dt_softplus: bool,
     state_batch_indices: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     pad_slot_id: int,
+    max_seqlen: int | None,
     enable_pdl: bool,
 ) -> None:
     """`replayssm_cute.checkpointing_ssu` in positional form, without its return value (`out` is an argument)."""
@@ -42,7 +44,8 @@ def step(
 
     checkpointing_ssu(
         state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
-        dt_softplus, state_batch_indices, pad_slot_id, enable_pdl=enable_pdl,
+        dt_softplus, state_batch_indices, pad_slot_id, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        enable_pdl=enable_pdl,
     )  # fmt: skip
 
 

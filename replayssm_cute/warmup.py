@@ -242,8 +242,8 @@ def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:
     got = plan.problem_of(call, problem.pdl)
     if got != problem:
         raise ValueError(f"tensors: got a call of {got}, expected {problem}")
-    if call.x.shape[0] != batch:
-        raise ValueError(f"tensors: got a call of {call.x.shape[0]} rows, expected {batch}")
+    if call.batch != batch:
+        raise ValueError(f"tensors: got a call of {call.batch} rows, expected {batch}")
     if call.state.device != plan.tensor_device(index):
         raise ValueError(f"tensors: got a call on {call.state.device}, expected {plan.tensor_device(index)}")
     zeros = torch.zeros_like(call.ring_start)
@@ -255,14 +255,20 @@ def _check_call(call: Call, problem: Problem, batch: int, index: int) -> None:
         batch=batch,
         tokens=problem.tokens,
         window=problem.window,
+        cu_seqlens=call.cu_seqlens,
+        total=call.x.shape[1],
     )
 
 
 def _live_slots(call: Call) -> torch.Tensor:
-    slots = call.state_batch_indices
-    if slots is None:
-        slots = torch.arange(call.x.shape[0], device=call.state.device)
+    slots = _slots(call)
     return slots[checks.live_rows(slots, call.pad_slot_id)].long()
+
+
+def _slots(call: Call) -> torch.Tensor:
+    """(batch,) the slot of each row."""
+    slots = call.state_batch_indices
+    return torch.arange(call.batch, device=call.state.device) if slots is None else slots
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -289,10 +295,15 @@ def _restored(call: Call) -> Iterator[torch.Tensor]:
 
 
 def _decode(call: Call, problem: Problem, config: TileConfig | None) -> int:
-    """Reset, then steps and commits with every token accepted until one has flushed; returns the number of steps."""
+    """Reset, then steps and commits with every token accepted until one has flushed; returns the number of steps.
+
+    Of a ragged call the longest row flushes first.
+    """
     from .api import checkpointing_ssu
 
-    steps = problem.window // problem.tokens + 1
+    lengths = call.lengths()[checks.live_rows(_slots(call), call.pad_slot_id)]
+    longest = int(lengths.max()) if len(lengths) else 0
+    steps = problem.window // (longest or problem.tokens) + 1
     with _restored(call) as slots:
         call.state[slots] = 0
         call.ring_start[slots] = 0
@@ -307,5 +318,6 @@ def _decode(call: Call, problem: Problem, config: TileConfig | None) -> int:
                 accepted,
                 tokens=problem.tokens,
                 window=problem.window,
+                lengths=lengths,
             )
     return steps

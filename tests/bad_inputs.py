@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from replayssm_cute.calls import Call, random_call
 from replayssm_cute.problem import Problem
 
 PROBLEM = Problem(heads=8, head_dim=64, d_state=128, groups=2, tokens=3, window=7, has_z=True)
+RAGGED = dataclasses.replace(PROBLEM, ragged=True)
 BATCH, SLOTS = 3, 6
 
 WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")
@@ -34,6 +36,11 @@ class Bad:
 def good_call(**kwargs: Any) -> Call:
     """A call that passes every check."""
     return random_call(PROBLEM, BATCH, slots=SLOTS, **kwargs)
+
+
+def good_ragged_call(**kwargs: Any) -> Call:
+    """The same with rows of 3, 0 and 2 tokens, and one token that no row has."""
+    return random_call(RAGGED, BATCH, slots=SLOTS, **{"lengths": (3, 0, 2), "tail": 1} | kwargs)
 
 
 def _set(name: str, make: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], None]:
@@ -174,10 +181,10 @@ def bad_inputs() -> Iterator[Bad]:
 
     def wide_window(k: dict[str, Any]) -> None:
         for name in ("x_cache", "B_cache"):
-            k[name] = k[name].new_zeros(*k[name].shape[:2], 20, k[name].shape[3])
-        k["dt_cache"] = k["dt_cache"].new_zeros(*k["dt_cache"].shape[:2], 20)
+            k[name] = k[name].new_zeros(*k[name].shape[:2], 68, k[name].shape[3])
+        k["dt_cache"] = k["dt_cache"].new_zeros(*k["dt_cache"].shape[:2], 68)
 
-    yield Bad("W = 17", wide_window, NotImplementedError, ("window", "W = 17", "not served", "W <= 16"))
+    yield Bad("W = 65", wide_window, NotImplementedError, ("window", "W = 65", "not served", "W <= 64"))
 
     def narrow_heads(k: dict[str, Any]) -> None:
         for name in ("state", "A"):
@@ -191,3 +198,47 @@ def bad_inputs() -> Iterator[Bad]:
     yield Bad("head_dim 32", narrow_heads, ValueError, ("head_dim", "32", "(64, 80, 128)"))
 
     yield Bad("dt_softplus int", lambda k: k.update(dt_softplus=1), TypeError, ("dt_softplus", "int", "bool"))
+
+
+# Faults of `bad_inputs` that are none in a ragged call, where dimension 0 of the tokens' tensors has one entry.
+DENSE_ONLY = {f"{name} expanded" for name in ("x", "B", "C", "out", "z")} | {"out overlaps"}
+
+
+def bad_packing() -> Iterator[Bad]:
+    """What a ragged call adds: its two arguments in every wrong way, and tokens that do not agree with them."""
+    cu, both = "cu_seqlens", "expected both or neither of cu_seqlens and max_seqlen"
+    yield Bad("cu list", _set(cu, lambda t: t.tolist()), TypeError, (cu, "list", "torch.Tensor"))
+    yield Bad("cu rank+1", _set(cu, lambda t: t[None]), ValueError, (cu, "2 dimensions", "expected 1", "(batch + 1,)"))
+    yield Bad("cu rank-1", _set(cu, lambda t: t[0]), ValueError, (cu, "0 dimensions", "expected 1", "(batch + 1,)"))
+    yield Bad("cu device", _set(cu, lambda t: t.to("meta")), ValueError, (cu, "meta", "expected", "cpu"))
+    for dtype in (torch.int64, torch.float32):
+        words = (cu, str(dtype), "expected torch.int32")
+        yield Bad(f"cu {dtype}", _set(cu, lambda t, d=dtype: t.to(d)), TypeError, words)
+    words = (cu, "stride 2", "expected 1 (contiguous)")
+    yield Bad("cu strided", _set(cu, lambda t: t.repeat_interleave(2)[::2]), ValueError, words)
+    words = (cu, "stride 0", "expected 1 (contiguous)")
+    yield Bad("cu expanded", _set(cu, lambda t: t[:1].expand(t.shape)), ValueError, words)
+    words = (cu, "shape (1,)", "expected (batch + 1,)", "at least one row")
+    yield Bad("cu of no row", _set(cu, lambda t: t[:1]), ValueError, words)
+    words = ("state_batch_indices", "shape (3,)", "expected (4,)")
+    yield Bad("cu of another batch", _set(cu, lambda t: _grow(t, 0)), ValueError, words)
+    yield Bad(
+        "cu alone", lambda k: k.update(max_seqlen=None), ValueError, ("max_seqlen", "None beside cu_seqlens", both)
+    )
+    yield Bad("max alone", lambda k: k.update(cu_seqlens=None), ValueError, (cu, "None beside max_seqlen", both))
+    for value in (3.0, True, "3", torch.tensor(3)):
+        words = ("max_seqlen", type(value).__name__, "expected an int in 1..32")
+        yield Bad(f"max {value!r}", lambda k, v=value: k.update(max_seqlen=v), TypeError, words)
+    for number in (-1, 0, 33):
+        words = ("max_seqlen", f"got {number}", "expected 1..32")
+        yield Bad(f"max {number}", lambda k, n=number: k.update(max_seqlen=n), ValueError, words)
+    words = ("x_cache", "R = 10", "T = 6", "R >= 2T")
+    yield Bad("max beyond the ring", lambda k: k.update(max_seqlen=6), ValueError, words)
+    words = ("x", "shape (2, 6, 8, 64)", "expected (1, 6, 8, 64) (1, total, H, P)")
+    yield Bad("two long rows", _set("x", lambda t: t.repeat(2, 1, 1, 1)), ValueError, words)
+    yield Bad(
+        "rows apart", _set("x", lambda t: t[0, :, None]), ValueError, ("x", "shape (6, 1, 8, 64)", "total, H, P)")
+    )
+    for name in ("dt", "B", "C", "out", "z"):
+        words = (name, "shape (1, 7, ", "expected (1, 6, ", "(1, total, ")
+        yield Bad(f"{name} of another total", _set(name, lambda t: _grow(t, 1)), ValueError, words)

@@ -44,8 +44,7 @@ class FakeKernel:
 
     def __call__(self, *args: Any) -> None:
         self.launches += 1
-        *tensors, slots, pad_slot_id = args
-        checkpointing_ssu_reference(*tensors, self.problem.dt_softplus, slots, pad_slot_id)
+        checkpointing_ssu_reference(**plan.call_of(self.problem, args).kwargs())
 
 
 @pytest.fixture

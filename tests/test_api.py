@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import fakes
 import pytest
@@ -20,6 +20,7 @@ from replayssm_cute.calls import random_call
 from replayssm_cute.reference import checkpointing_ssu_reference
 from replayssm_cute.target import named
 
+RAGGED = dataclasses.replace(SMALL, ragged=True)
 fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
 
@@ -76,15 +77,12 @@ def test_a_padding_row_without_indices_is_not_checked() -> None:
         replayssm_cute.checkpointing_ssu(**call.kwargs())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("state_scale", torch.ones(1)), ("rand_seed", torch.ones(1)), ("cu_seqlens", torch.ones(1)), ("max_seqlen", 4)],
-)
-def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
+def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str) -> None:
     call = random_call(SMALL, 2)
     before = call.clone()
     with pytest.raises(NotImplementedError, match=f"^{name}: not served yet"):
-        replayssm_cute.checkpointing_ssu(**call.kwargs(), **{name: value})
+        replayssm_cute.checkpointing_ssu(**call.kwargs(), **{name: torch.ones(1)})  # type: ignore[arg-type]
     assert torch.equal(call.state.nan_to_num(), before.state.nan_to_num())
 
 
@@ -116,6 +114,72 @@ def test_bad_values_are_refused_before_anything_is_written(name: str, value: int
     for written in calls.WRITTEN:
         got, kept = getattr(call, written), getattr(before, written)
         torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "expected"),
+    [
+        ([1, 2, 4, 4], "got 1 for batch row 0, expected 0, the first token"),
+        ([-1, 2, 4, 4], "got -1 for batch row 0, expected 0, the first token"),
+        ([0, 2, 1, 3], "got a length of -1 for batch row 1, expected 0..2 (max_seqlen), that is, entries that never"),
+        ([0, 1, 2, 5], "got a length of 3 for batch row 2, expected 0..2 (max_seqlen)"),
+        ([0, 1, 3, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
+        ([0, 2, 4, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
+    ],
+)
+@pytest.mark.parametrize("index", ["i32", None])
+def test_bad_row_lengths_are_refused_before_anything_is_written(
+    cu_seqlens: list[int], expected: str, index: str | None
+) -> None:
+    call = random_call(dataclasses.replace(RAGGED, index_dtype=index), 3, lengths=(2, 1, 0), tail=1)
+    call.cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
+    before = call.clone()
+    with pytest.raises(ValueError, match=f"^cu_seqlens: {re.escape(expected)}"):
+        replayssm_cute.checkpointing_ssu(**call.kwargs())
+    for written in calls.WRITTEN:
+        got, kept = getattr(call, written), getattr(before, written)
+        torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 2, 4, 4], [0, 0, 0, 0], [0, 0, 2, 4], [0, 1, 2, 3]])
+def test_right_row_lengths_are_taken(cu_seqlens: list[int]) -> None:
+    call = random_call(RAGGED, 3, lengths=(2, 1, 0), tail=1, dead=None)
+    call.cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
+    replayssm_cute.checkpointing_ssu(**call.kwargs())
+    assert [bool(call.out[0, t].any()) for t in range(4)] == [t < cu_seqlens[-1] for t in range(4)]
+
+
+def test_ragged_cpu_tensors_run_the_reference_in_place() -> None:
+    call = random_call(RAGGED, 4, padding=[2], lengths=(2, 0, 2, 1), tail=2)
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    assert replayssm_cute.checkpointing_ssu(**call.kwargs()) is call.out
+    assert call.out[0, :2].any() and call.out[0, 4].any() and not call.out[0, 2:4].any() and not call.out[0, 5:].any()
+    for name in calls.WRITTEN:
+        torch.testing.assert_close(getattr(call, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_ragged_call_of_full_rows_is_the_dense_call() -> None:
+    dense = random_call(SMALL, 3, pnat=[0, 2, 4])
+    packed = dense.clone()
+    for name in ("x", "dt", "B", "C", "out"):
+        t = getattr(packed, name)
+        flat = (t[..., :1] if t.stride(-1) == 0 else t).flatten(0, 1)[None]
+        setattr(packed, name, flat.expand(*flat.shape[:-1], t.shape[-1]))
+    packed.cu_seqlens, packed.max_seqlen = torch.tensor([0, 2, 4, 6], dtype=torch.int32), 2
+    replayssm_cute.checkpointing_ssu(**dense.kwargs())
+    replayssm_cute.checkpointing_ssu(**packed.kwargs())
+    assert torch.equal(packed.out.view(dense.out.shape), dense.out)
+    for name in calls.WRITTEN[:4]:
+        got, expected = getattr(packed, name), getattr(dense, name)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_explain_takes_ragged_calls() -> None:
+    found = replayssm_cute.explain(**random_call(RAGGED, 3).kwargs(), target="h200")
+    assert (found.problem, found.batch) == (RAGGED, 3)
+    assert str(found).startswith(f"{SMALL.label()} ragged, batch 3 on ")
+    assert replayssm_cute.explain(**random_call(RAGGED, 3).kwargs()).source == "reference"
 
 
 def test_a_live_slot_named_twice_is_refused_and_padding_may_repeat() -> None:
@@ -263,5 +327,5 @@ def test_signature_is_the_contracts() -> None:
     parameters = inspect.signature(api.checkpointing_ssu).parameters
     keyword_only = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     assert keyword_only == ["cu_seqlens", "max_seqlen", "enable_pdl", "config"]
-    assert list(parameters)[:18] == [f.name for f in dataclasses.fields(calls.Call)]
+    assert [*list(parameters)[:18], "cu_seqlens", "max_seqlen"] == [f.name for f in dataclasses.fields(calls.Call)]
     assert list(parameters)[18:21] == ["state_scale", "rand_seed", "philox_rounds"]

@@ -16,7 +16,7 @@ BASE = Problem(heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=5)
 
 def problem_of(call: Call) -> Problem:
     kwargs = call.kwargs()
-    kwargs.pop("pad_slot_id")
+    del kwargs["pad_slot_id"]
     return problem.from_tensors(**kwargs, enable_pdl=False)
 
 
@@ -29,6 +29,8 @@ def problem_of(call: Call) -> Problem:
         dataclasses.replace(BASE, d_dtype=None, dt_bias_dtype=None, has_z=True, dt_softplus=False),
         dataclasses.replace(BASE, index_dtype=None, tokens=5),
         dataclasses.replace(BASE, index_dtype="i64", head_dim=80, d_state=256, groups=1),
+        dataclasses.replace(BASE, ragged=True, has_z=True),
+        dataclasses.replace(BASE, ragged=True, dt_softplus=False, index_dtype=None, tokens=5, dt_dtype="f32"),
     ],
     ids=lambda p: p.label(),
 )
@@ -57,6 +59,37 @@ def test_dead_rows_and_unnamed_slots_are_poisoned_and_live_rows_are_not() -> Non
                 assert bool(torch.isfinite(values).all() if row in live else torch.isnan(values).all())
         assert bool(torch.isfinite(call.state[slot]).all()) == (slot in slots)
     assert call.ring_start[slots].tolist() == [6, 6, 2]
+
+
+RAGGED = dataclasses.replace(BASE, ragged=True, has_z=True)
+
+
+def test_ragged_rows_have_the_lengths_that_are_asked_for() -> None:
+    call = random_call(RAGGED, 4, lengths=[2, 0, 1, 2], tail=3)
+    assert call.cu_seqlens is not None and call.cu_seqlens.dtype == torch.int32
+    assert call.cu_seqlens.tolist() == [0, 2, 2, 3, 5] and call.lengths().tolist() == [2, 0, 1, 2]
+    assert (call.batch, call.tokens, call.max_seqlen, call.x.shape[:2]) == (4, 2, 2, (1, 8))
+    drawn = [random_call(RAGGED, 40, seed=seed).lengths() for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert set(drawn[0].tolist()) == {0, 1, 2}
+    assert random_call(RAGGED, 3, lengths=0).x.shape[1] == 1, "a tensor of no tokens is no call's"
+    dense = random_call(BASE, 3)
+    assert (dense.batch, dense.tokens, dense.lengths().tolist()) == (3, 2, [2, 2, 2])
+
+
+def test_lengths_and_a_tail_need_a_ragged_problem() -> None:
+    for given in ({"lengths": (1, 2)}, {"tail": 1}):
+        with pytest.raises(ValueError, match="lengths, tail: need a ragged problem"):
+            random_call(BASE, 2, **given)  # type: ignore[arg-type]
+
+
+def test_tokens_that_no_live_row_has_are_poisoned_and_others_are_not() -> None:
+    call = random_call(RAGGED, 4, lengths=[2, 1, 0, 2], padding=(1, 2), tail=2)
+    assert call.z is not None
+    for name in ("x", "dt", "B", "C", "z"):
+        dead = getattr(call, name)[0].flatten(1).isnan()
+        assert torch.equal(dead.any(1), dead.all(1))
+        assert dead[:, 0].tolist() == [False, False, True, False, False, True, True], name
 
 
 def test_out_starts_poisoned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -76,11 +77,14 @@ def test_drop_in_passes_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == {n: v for n, v in values.items() if n not in IGNORED}
 
 
-def test_drop_in_runs_positionally_and_ignores_scratch_and_tuning() -> None:
-    call, again = (random_call(SMALL, 3) for _ in range(2))
+@pytest.mark.parametrize("ragged", [False, True])
+def test_drop_in_runs_positionally_and_ignores_scratch_and_tuning(ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    call, again = (random_call(problem, 3, lengths=(1, 0, 2) if ragged else None) for _ in range(2))
     scratch = torch.full((4,), 7.0)
+    *shared, cu_seqlens, max_seqlen = call.kwargs().values()
     result = drop_in.checkpointing_ssu(
-        *call.kwargs().values(), None, None, 10, 2, None, None, False, scratch, scratch, scratch, 3, "two-kernel"
+        *shared, None, None, 10, 2, cu_seqlens, max_seqlen, False, scratch, scratch, scratch, 3, "two-kernel"
     )
     assert result is call.out
     assert torch.equal(call.out, api.checkpointing_ssu(**again.kwargs()))

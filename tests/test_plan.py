@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ cpu_as_gpu = fakes.cpu_as_gpu
 
 
 def run(call: Call, *, pdl: bool = False, config: TileConfig | None = None) -> torch.Tensor:
-    return plan.run(plan.kernel_args(call), call.dt_softplus, pdl, config)
+    return plan.run(plan.kernel_args(call), call.dt_softplus, pdl, config, call.max_seqlen)
 
 
 def strided(call: Call) -> Call:
@@ -45,7 +46,7 @@ def checking(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fakes.FakeKernel.__call__
 
     def checked(self: fakes.FakeKernel, *args: Any) -> None:
-        got = plan.problem_of(plan.as_call(args, self.problem.dt_softplus), self.problem.pdl)
+        got = plan.problem_of(plan.call_of(self.problem, args), self.problem.pdl)
         if got not in (self.problem, dataclasses.replace(self.problem, compact=True)):
             raise ValueError("Mismatched Tensor on argument #3")
         real(self, *args)  # a kernel that is not compact takes what a compact one does
@@ -374,7 +375,7 @@ def test_a_tensor_without_memory_is_named_on_a_warm_signature(
 # ---- the kernel's own argument checks --------------------------------------------------------------
 
 RICH = dataclasses.replace(SMALL, has_z=True)
-NAMES = [f.name for f in dataclasses.fields(Call) if f.name not in ("dt_softplus",)]
+NAMES = list(inspect.signature(plan.Plan.launch).parameters)[1:]
 ALIGNED = ("state", "x_cache", "B_cache", "x", "B", "C", "out", "z")
 
 

@@ -24,6 +24,7 @@ fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
 
 RICH = dataclasses.replace(SMALL, has_z=True)
+RAGGED = dataclasses.replace(RICH, ragged=True)
 
 
 def launch(prepared: Plan, call: Call) -> torch.Tensor:
@@ -33,7 +34,14 @@ def launch(prepared: Plan, call: Call) -> torch.Tensor:
 def on_gpu(call: Call, **options: Any) -> Plan:
     """A plan for CPU tensors in a GPU's place: `prepare` itself would give the reference."""
     problem = plan.checked_problem(call, options.get("enable_pdl", False))
-    return plan.make(problem, call.x.shape[0], -1, options.get("config"))
+    return plan.make(problem, call.batch, -1, options.get("config"))
+
+
+def is_launched(given: dict[str, Any], call: Call) -> bool:
+    """Whether a fault is in an argument of launch and bind; without cu_seqlens they take a ragged call as dense."""
+    if call.cu_seqlens is not None and given["cu_seqlens"] is None:
+        return False
+    return all(given[name] is getattr(call, name) for name in ("dt_softplus", "max_seqlen"))
 
 
 def assert_same(call: Call, expected: Call) -> None:
@@ -50,13 +58,14 @@ def test_takes_exactly_the_calls_arguments() -> None:
         "state_scale",
         "rand_seed",
         "philox_rounds",
-        "cu_seqlens",
         "max_seqlen",
         "enable_pdl",
         "config",
     }
-    assert list(launched)[1:] == [n for n in call.parameters if n not in fixed]
-    assert list(launched)[1:] == [f.name for f in dataclasses.fields(Call) if f.name != "dt_softplus"]
+    assert set(launched) - {"self"} == set(call.parameters) - fixed
+    assert list(launched)[1:16] == [n for n in call.parameters if n not in fixed][:15]
+    assert list(launched)[16:] == ["state_batch_indices", "cu_seqlens", "pad_slot_id"], "as kernels take them"
+    assert set(launched) - {"self"} == {f.name for f in dataclasses.fields(Call)} - fixed
     for name, parameter in list(launched.items())[1:]:
         assert parameter.default == call.parameters[name].default
 
@@ -73,14 +82,35 @@ def test_on_the_cpu_a_launch_runs_the_reference_and_prepare_writes_nothing() -> 
     other = random_call(RICH, 3, seed=1)
     expected = other.clone()
     checkpointing_ssu_reference(**expected.kwargs())
-    given = {k: v for k, v in other.kwargs().items() if k != "dt_softplus"}
+    given = {k: v for k, v in other.kwargs().items() if k not in ("dt_softplus", "max_seqlen")}
     prepared.launch(**given)
     assert_same(other, expected)
 
 
-@pytest.mark.parametrize("bad", list(bad_inputs.bad_inputs()), ids=lambda b: b.name)
-def test_prepare_and_launch_refuse_what_the_call_refuses(bad: bad_inputs.Bad) -> None:
-    call = bad_inputs.good_call()
+def test_a_prepared_ragged_launch_takes_other_lengths_totals_and_batches() -> None:
+    call = random_call(RAGGED, 3, padding=[1], lengths=(2, 1, 0))
+    before, expected = call.clone(), call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    prepared = replayssm_cute.prepare(**call.kwargs())
+    assert_same(call, before)
+    assert (prepared.problem, prepared.batch, prepared.choice) == (RAGGED, 3, None)
+    assert launch(prepared, call) is call.out
+    assert_same(call, expected)
+    for seed, batch in enumerate((1, 3, 5)):
+        other = random_call(RAGGED, batch, tail=seed, seed=seed)
+        expected = other.clone()
+        checkpointing_ssu_reference(**expected.kwargs())
+        launch(prepared, other)
+        assert_same(other, expected)
+
+
+@pytest.mark.parametrize(
+    "ragged,bad",
+    [*((False, b) for b in bad_inputs.bad_inputs()), *((True, b) for b in bad_inputs.bad_packing())],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+def test_prepare_and_launch_refuse_what_the_call_refuses(ragged: bool, bad: bad_inputs.Bad) -> None:
+    call = bad_inputs.good_ragged_call() if ragged else bad_inputs.good_call()
     prepared = replayssm_cute.prepare(**call.kwargs())
     given = call.kwargs()
     bad.change(given)
@@ -88,7 +118,7 @@ def test_prepare_and_launch_refuse_what_the_call_refuses(bad: bad_inputs.Bad) ->
         replayssm_cute.prepare(**given)
     for word in bad.words:
         assert word in str(caught.value)
-    if given["dt_softplus"] is call.dt_softplus:
+    if is_launched(given, call):
         before = call.out.clone()
         with pytest.raises(bad.error) as caught:
             launch(prepared, Call(**given))
@@ -107,14 +137,17 @@ def test_on_the_cpu_launch_checks_slots_and_cursors_too() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda c: replayssm_cute.prepare(**c.kwargs()), on_gpu], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("change", [{"tokens": 1}, {"has_z": True}, {"dt_dtype": "f32"}, {"index_dtype": "i64"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": 1}, {"has_z": True}, {"dt_dtype": "f32"}, {"index_dtype": "i64"}, {"ragged": True}],
+)
 def test_a_call_of_another_problem_is_refused_and_says_in_what(
     cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan], change: dict[str, Any]
 ) -> None:
     real = fakes.FakeKernel.__call__
 
     def checked(self: fakes.FakeKernel, *args: Any) -> None:
-        if plan.problem_of(plan.as_call(args, self.problem.dt_softplus), self.problem.pdl) != self.problem:
+        if plan.problem_of(plan.call_of(self.problem, args), self.problem.pdl) != self.problem:
             raise ValueError("Mismatched Tensor on argument #3")
         real(self, *args)
 
@@ -124,6 +157,26 @@ def test_a_call_of_another_problem_is_refused_and_says_in_what(
     expected = rf"another problem than the prepared one: .*{name} {value!r}, expected {getattr(SMALL, name)!r}"
     with pytest.raises(ValueError, match=expected):
         launch(prepared, random_call(dataclasses.replace(SMALL, **change), 2))
+
+
+@pytest.mark.parametrize("make", [lambda c: replayssm_cute.prepare(**c.kwargs()), on_gpu], ids=["cpu", "gpu"])
+def test_a_ragged_plan_refuses_dense_calls_and_other_windows(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan]
+) -> None:
+    real = fakes.FakeKernel.__call__
+
+    def checked(self: fakes.FakeKernel, *args: Any) -> None:
+        if args[16] is None or args[1].shape[2] != self.problem.ring_rows:
+            raise ValueError("Mismatched Tensor on argument #16")
+        real(self, *args)
+
+    monkeypatch.setattr(fakes.FakeKernel, "__call__", checked)
+    prepared = make(random_call(RAGGED, 2, lengths=(2, 1)))
+    other = dataclasses.replace(RICH, tokens=3, window=3)
+    with pytest.raises(ValueError, match="ragged False, expected True"):
+        launch(prepared, random_call(other, 2))
+    with pytest.raises(ValueError, match="window 5, expected 4"):
+        launch(prepared, random_call(dataclasses.replace(RAGGED, window=5), 2))
 
 
 def test_a_launch_is_one_launch_and_nothing_else(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +229,20 @@ def test_the_prepared_config_and_device_are_kept(cpu_as_gpu: None, monkeypatch: 
 
 
 @pytest.mark.parametrize("make", [lambda c: replayssm_cute.prepare(**c.kwargs()), on_gpu], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("ragged", [False, True])
 def test_a_bound_launch_runs_the_step_on_what_its_tensors_hold_by_then(
-    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan]
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan], ragged: bool
 ) -> None:
     monkeypatch.setattr(plan, "converted", lambda t: t)  # fake kernels compute with torch
-    call = random_call(RICH, 3, padding=[1])
+    problem = dataclasses.replace(RICH, ragged=ragged)
+    given: dict[str, Any] = {"padding": [1], "lengths": (2, 1, 1) if ragged else None, "tail": int(ragged)}
+    call = random_call(problem, 3, **given)
     prepared = make(call)
     before = call.clone()
     run = prepared.bind(*plan.kernel_args(call))
     assert_same(call, before)
     for seed in (1, 2):
-        fresh = random_call(RICH, 3, padding=[1], seed=seed)
+        fresh = random_call(problem, 3, seed=seed, **given)
         for name in ("x", "B", "C", "z", "state"):
             getattr(call, name).copy_(getattr(fresh, name))
         expected = call.clone()
@@ -197,16 +253,18 @@ def test_a_bound_launch_runs_the_step_on_what_its_tensors_hold_by_then(
 
 def test_binding_checks_everything(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "converted", lambda t: pytest.fail("converted what is refused"))
-    call = bad_inputs.good_call()
-    prepared = on_gpu(call)
-    for bad in bad_inputs.bad_inputs():
-        given = call.kwargs()
-        bad.change(given)
-        if given.pop("dt_softplus") is not call.dt_softplus:
-            continue  # no argument of bind
-        with pytest.raises(bad.error) as caught:
-            prepared.bind(**given)
-        assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))
+    for ragged, faults in ((True, bad_inputs.bad_packing()), (False, bad_inputs.bad_inputs())):
+        call = bad_inputs.good_ragged_call() if ragged else bad_inputs.good_call()
+        prepared = on_gpu(call)
+        for bad in faults:
+            given = call.kwargs()
+            bad.change(given)
+            if not is_launched(given, call):
+                continue
+            del given["dt_softplus"], given["max_seqlen"]
+            with pytest.raises(bad.error) as caught:
+                prepared.bind(**given)
+            assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))
     other = random_call(dataclasses.replace(bad_inputs.PROBLEM, tokens=1), 2)
     with pytest.raises(ValueError, match=r"another problem than the prepared one: .*tokens 1, expected 3"):
         prepared.bind(*plan.kernel_args(other))

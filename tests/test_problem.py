@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from bad_inputs import PROBLEM, Bad, bad_inputs, good_call
+from bad_inputs import DENSE_ONLY, PROBLEM, RAGGED, Bad, bad_inputs, bad_packing, good_call, good_ragged_call
 
 from replayssm_cute import problem
 from replayssm_cute.calls import Call
 from replayssm_cute.problem import Problem
 
-BAD = list(bad_inputs())
+DENSE, PACKED = list(bad_inputs()), list(bad_packing())
+BAD = [
+    *((good_call, bad) for bad in DENSE),
+    *((good_ragged_call, bad) for bad in (*(b for b in DENSE if b.name not in DENSE_ONLY), *PACKED)),
+]
+NAMES = [f"{'ragged ' if good is good_ragged_call else ''}{bad.name}" for good, bad in BAD]
 
 
 def arguments(call: Call) -> dict[str, Any]:
@@ -27,17 +33,19 @@ def arguments(call: Call) -> dict[str, Any]:
 
 def test_the_unchanged_call_is_good() -> None:
     assert problem.from_tensors(**arguments(good_call())) == PROBLEM
+    assert problem.from_tensors(**arguments(good_ragged_call())) == RAGGED
 
 
 def test_the_table_is_large_and_names_are_unique() -> None:
-    assert len(BAD) > 150
-    assert len({bad.name for bad in BAD}) == len(BAD)
+    assert len(DENSE) > 150 and len(PACKED) > 20
+    assert len(set(NAMES)) == len(BAD)
+    assert {b.name for b in DENSE} > DENSE_ONLY
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda b: b.name)
-def test_bad_input_is_refused_by_name(bad: Bad) -> None:
+@pytest.mark.parametrize("good,bad", BAD, ids=NAMES)
+def test_bad_input_is_refused_by_name(good: Callable[[], Call], bad: Bad) -> None:
     """The right exception, and the argument, what came and what was expected, in the message, in that order."""
-    kwargs = arguments(good_call())
+    kwargs = arguments(good())
     bad.change(kwargs)
     with pytest.raises(bad.error) as caught:
         problem.from_tensors(**kwargs)
@@ -47,12 +55,12 @@ def test_bad_input_is_refused_by_name(bad: Bad) -> None:
     assert re.match(pattern, str(caught.value)), f"{caught.value} does not say {bad.words}"
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda b: b.name)
-def test_a_refused_call_writes_nothing(bad: Bad) -> None:
+@pytest.mark.parametrize("good,bad", BAD, ids=NAMES)
+def test_a_refused_call_writes_nothing(good: Callable[[], Call], bad: Bad) -> None:
     """The public call refuses the same, with the same exception, and not a byte of any operand changes."""
     from replayssm_cute import checkpointing_ssu
 
-    kwargs = good_call().kwargs()
+    kwargs = good().kwargs()
     bad.change(kwargs)
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
     before = {k: v.clone() for k, v in tensors.items()}
@@ -61,6 +69,44 @@ def test_a_refused_call_writes_nothing(bad: Bad) -> None:
     for name, value in tensors.items():
         as_bytes = tuple(flat.contiguous().reshape(-1).view(torch.uint8) for flat in (value, before[name]))
         assert torch.equal(*as_bytes), name
+
+
+@pytest.mark.parametrize("name", sorted(DENSE_ONLY))
+def test_what_is_no_fault_of_a_ragged_call_is_none(name: str) -> None:
+    (bad,) = (b for b in DENSE if b.name == name)
+    kwargs = arguments(good_ragged_call())
+    bad.change(kwargs)
+    assert problem.from_tensors(**kwargs) == RAGGED
+
+
+@pytest.mark.parametrize("given,absent", [("cu_seqlens", "max_seqlen"), ("max_seqlen", "cu_seqlens")])
+def test_a_dense_call_takes_neither_argument_alone(given: str, absent: str) -> None:
+    value = getattr(good_ragged_call(), given)
+    with pytest.raises(ValueError, match=f"^{absent}: got None beside {given}, expected both or neither"):
+        problem.from_tensors(**arguments(good_call()) | {given: value})
+
+
+@pytest.mark.parametrize("total", [1, 9, 40])
+def test_a_ragged_call_may_have_any_number_of_tokens(total: int) -> None:
+    """Fewer than rows times max_seqlen, as many, more: the total is no fact of the problem."""
+    call = good_ragged_call(lengths=0, tail=total)
+    assert call.x.shape[1] == total and problem.from_tensors(**arguments(call)) == RAGGED
+
+
+def test_packed_tokens_too_far_apart_for_32_bit_offsets_get_the_general_kernel() -> None:
+    """The general kernel serves from half of the reach on, so that strides and total tell, and heads have room."""
+    compact = {}
+    for name in ("x", "B", "C", "z", "out"):
+        for stride in ((1 << 27) - 64, 1 << 27):  # eight tokens reach 2^30 elements
+            call = good_ragged_call(tail=3)
+            t = getattr(call, name)
+            meta = {k: v.to("meta") for k, v in call.kwargs().items() if isinstance(v, torch.Tensor)}
+            for k, v in meta.items():
+                setattr(call, k, torch.empty_strided(v.shape, getattr(call, k).stride(), dtype=v.dtype, device="meta"))
+            far = torch.empty_strided(t.shape, (8 * stride, stride, t.stride(2), 1), dtype=t.dtype, device="meta")
+            setattr(call, name, far)
+            compact[name, stride] = problem.from_tensors(**arguments(call)).compact
+    assert compact == {(name, stride): stride < 1 << 27 for name, stride in compact}
 
 
 def test_the_unchanged_call_does_write() -> None:
@@ -80,9 +126,9 @@ def test_flags_are_bools(name: str) -> None:
         problem.from_tensors(**arguments(good_call()) | {name: 1})
 
 
-@pytest.mark.parametrize("name", ["state_scale", "rand_seed", "cu_seqlens", "max_seqlen"])
+@pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
 def test_arguments_that_are_not_served_are_named(name: str) -> None:
-    nothing: dict[str, object] = dict.fromkeys(("state_scale", "rand_seed", "cu_seqlens", "max_seqlen"))
+    nothing: dict[str, object] = dict.fromkeys(("state_scale", "rand_seed"))
     problem.not_served(**nothing)
     with pytest.raises(NotImplementedError, match=f"{name}: not served yet"):
         problem.not_served(**nothing | {name: torch.zeros(1)})
@@ -162,7 +208,8 @@ def test_weight_dtypes_are_independent(name: str, field: str, dtype: torch.dtype
         ({"head_dim": 96}, ValueError, "head_dim: got 96 .*expected one of (64, 80, 128)"),
         ({"d_state": 16}, ValueError, "d_state: got 16 .*expected one of (64, 128, 256)"),
         ({"tokens": 8}, ValueError, "window: got W = 7 with T = 8"),
-        ({"window": 17}, NotImplementedError, "window: W = 17"),
+        ({"window": 65}, NotImplementedError, "window: W = 65, T = 3 is not served yet; W <= 64 and T <= 32 are"),
+        ({"window": 33, "tokens": 33}, NotImplementedError, "window: W = 33, T = 33 is not served yet"),
         ({"state_dtype": "i8"}, NotImplementedError, "state: i8 state (8-bit)"),
         ({"state_dtype": "f64"}, TypeError, "state_dtype: got 'f64', expected one of"),
         ({"io_dtype": None}, TypeError, "io_dtype: got None"),
@@ -170,6 +217,7 @@ def test_weight_dtypes_are_independent(name: str, field: str, dtype: torch.dtype
         ({"index_dtype": "i16"}, TypeError, "index_dtype: got 'i16', expected one of .* or None"),
         ({"has_z": 1}, TypeError, "has_z: got 1, expected a bool"),
         ({"pdl": None}, TypeError, "pdl: got None, expected a bool"),
+        ({"ragged": 1}, TypeError, "ragged: got 1, expected a bool"),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )
@@ -183,6 +231,12 @@ def test_json_round_trip() -> None:
     text = json.dumps(PROBLEM.to_json())
     again = Problem.from_json(json.loads(text))
     assert again == PROBLEM and hash(again) == hash(PROBLEM)
+
+
+def test_json_of_before_there_were_ragged_problems_is_read() -> None:
+    data = PROBLEM.to_json()
+    del data["ragged"]
+    assert Problem.from_json(data) == PROBLEM
 
 
 def test_json_with_unknown_or_missing_fields_is_refused() -> None:
@@ -214,6 +268,7 @@ def test_every_field_tells_problems_apart() -> None:
         "index_dtype": "i64",
         "pdl": True,
         "compact": False,
+        "ragged": True,
     }
     assert set(other) == {f.name for f in dataclasses.fields(Problem)}
     base = dataclasses.replace(PROBLEM, dt_dtype="f32")
@@ -225,3 +280,5 @@ def test_every_field_tells_problems_apart() -> None:
 def test_derived_facts() -> None:
     assert (PROBLEM.ring_rows, PROBLEM.heads_per_group, PROBLEM.state_bytes) == (10, 4, 4)
     assert PROBLEM.label() == "8x64x128/2 f32 T3 W7"
+    assert RAGGED.label() == "8x64x128/2 f32 T3 W7 ragged"
+    assert dataclasses.replace(PROBLEM, tokens=32, window=64).ring_rows == 96

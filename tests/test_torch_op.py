@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from fakes import SMALL
 
 import replayssm_cute
-from replayssm_cute import torch_op
+from replayssm_cute import plan, torch_op
 from replayssm_cute.calls import Call, random_call
 
 
 def positional(call: Call) -> tuple[Any, ...]:
-    return (*call.kwargs().values(), False)
+    """In the operator's order: kernels' arguments, with dt_softplus, max_seqlen and enable_pdl between."""
+    *tensors, slots, cu_seqlens, pad_slot_id = plan.kernel_args(call)
+    return (*tensors, call.dt_softplus, slots, cu_seqlens, pad_slot_id, call.max_seqlen, False)
 
 
 def layer(call: Call, scale: torch.Tensor) -> torch.Tensor:
@@ -24,8 +27,10 @@ def layer(call: Call, scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("padding", [(), (1,)])
-def test_a_compiled_layer_equals_the_eager_one(padding: tuple[int, ...]) -> None:
-    call = random_call(SMALL, 3, padding=padding)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_compiled_layer_equals_the_eager_one(padding: tuple[int, ...], ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    call = random_call(problem, 3, padding=padding, lengths=(2, 1, 0) if ragged else None, tail=int(ragged))
     eager, compiled = call.clone(), call.clone()
     scale = torch.tensor(0.5, dtype=torch.bfloat16)
     graphs: list[torch.fx.GraphModule] = []
@@ -55,8 +60,10 @@ def test_the_operator_holds_what_it_promises() -> None:
     assert not schema.returns
 
 
-def test_only_the_declared_tensors_are_written() -> None:
-    call = random_call(SMALL, 3, padding=(1,), dead=0.0)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_only_the_declared_tensors_are_written(ragged: bool) -> None:
+    lengths = (2, 1, 1) if ragged else None
+    call = random_call(dataclasses.replace(SMALL, ragged=ragged), 3, padding=(1,), dead=0.0, lengths=lengths)
     before = call.clone()
     torch_op.step(*positional(call))
     changed = {

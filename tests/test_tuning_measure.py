@@ -113,7 +113,7 @@ def as_kernel(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Call
             "B",
             "C",
         ),
-        *("out", "D", "z", "dt_bias", "state_batch_indices", "pad_slot_id"),
+        *("out", "D", "z", "dt_bias", "state_batch_indices", "cu_seqlens", "pad_slot_id"),
     ]
 
     def run(*given: Any) -> None:

@@ -31,7 +31,7 @@ def warm(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def call(*args: Any, enable_pdl: bool = False, config: TileConfig | None = None, **k: Any) -> torch.Tensor:
         given = Call(*args, **k)
-        return plan.run(plan.kernel_args(given), given.dt_softplus, enable_pdl, config)
+        return plan.run(plan.kernel_args(given), given.dt_softplus, enable_pdl, config, given.max_seqlen)
 
     monkeypatch.setattr(api, "checkpointing_ssu", call)
 
@@ -124,8 +124,7 @@ def test_slots_of_a_strided_pool_are_restored_and_their_neighbours_untouched(war
 
 def test_wrong_numbers_are_an_error_that_names_the_kernel(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: FakeKernel, *args: Any) -> None:
-        *tensors, slots, pad_slot_id = args
-        checkpointing_ssu_reference(*tensors, self.problem.dt_softplus, slots, pad_slot_id)
+        checkpointing_ssu_reference(**plan.call_of(self.problem, args).kwargs())
         args[11].mul_(1.01)
 
     monkeypatch.setattr(FakeKernel, "__call__", wrong)
@@ -140,7 +139,8 @@ def test_wrong_numbers_are_an_error_that_names_the_kernel(warm: None, monkeypatc
     [
         {"has_z": True}, {"index_dtype": None}, {"index_dtype": "i64"}, {"dt_softplus": False}, {"d_dtype": None},
         {"state_dtype": "bf16"}, {"state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f32"},
-        {"tokens": 1, "window": 1}, {"pdl": True}, {"tokens": 4}, {"compact": False},
+        {"tokens": 1, "window": 1}, {"pdl": True}, {"tokens": 4}, {"compact": False}, {"ragged": True},
+        {"ragged": True, "index_dtype": None, "has_z": True}, {"ragged": True, "compact": False},
     ],
 )  # fmt: skip
 def test_every_kind_of_problem_can_be_warmed(change: dict[str, Any], warm: None) -> None:

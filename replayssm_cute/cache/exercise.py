@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import calls, dtypes
+from .. import calls, dtypes, packing
 from ..problem import Problem
 from .digest import digest
 from .replay_cache import ReplayCache
@@ -163,7 +163,8 @@ def _inputs(problem: Problem, batch: int, device: torch.device) -> dict[str, Any
     call = plan.scratch_call(problem, device)
 
     def wide(t: torch.Tensor) -> torch.Tensor:
-        return t.new_zeros((batch, *t.shape[1:]))
+        shape = (1, batch * t.shape[1]) if problem.ragged else (batch, t.shape[1])
+        return t.new_zeros((*shape, *t.shape[2:]))
 
     return {
         "x": wide(call.x),
@@ -176,4 +177,6 @@ def _inputs(problem: Problem, batch: int, device: torch.device) -> dict[str, Any
         "z": None if call.z is None else wide(call.z),
         "dt_bias": call.dt_bias,
         "dt_softplus": call.dt_softplus,
+        "cu_seqlens": packing.uniform(batch, problem.tokens, device) if problem.ragged else None,
+        "max_seqlen": call.max_seqlen,
     }
