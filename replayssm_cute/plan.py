@@ -261,8 +261,8 @@ def run(
             plan = _plans.get(signature)
             if plan is not None:
                 _last = (signature, plan)
-    except (AttributeError, TypeError):
-        plan = signature = None  # some argument is no tensor; the checks say which
+    except (AttributeError, TypeError, ValueError, IndexError):
+        plan = signature = None  # some argument is no tensor, or one of too few dimensions; the checks say which
     if plan is None:
         plan = _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen)
     try:
@@ -285,7 +285,7 @@ def _ragged_signature(
     """The signature of a call with cu_seqlens. The number of its packed tokens, another in every step, is not in it.
 
     Raises:
-        AttributeError, TypeError: where an argument is no tensor.
+        AttributeError, TypeError, ValueError, IndexError: where an argument is no tensor or has a wrong rank.
     """
     state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id = (
         arguments

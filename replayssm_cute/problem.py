@@ -176,15 +176,16 @@ def _dtype(name: str, t: torch.Tensor, names: Sequence[str], why: str = "") -> s
     return str(short)
 
 
-def _rows(name: str, t: torch.Tensor, align: int) -> None:
-    """Last dimension contiguous, every row start a multiple of `align` bytes, no row twice.
+def _rows(name: str, t: torch.Tensor, align: int, first: int = 0) -> None:
+    """Last dimension contiguous, every row start a multiple of `align` bytes, no row twice; dimensions from `first` on.
 
-    Strides of dimensions of size 1 count too: kernels check the alignment that they were promised, not its use.
+    Strides of dimensions of size 1 count too: kernels check the alignment that they were promised, not its use. The
+    first one of packed tokens, of size 1 in every call, has no stride for them.
     """
     if t.stride(-1) != 1:
         raise ValueError(f"{name}: got stride {t.stride(-1)} on its last dimension, expected 1 (contiguous rows)")
     size = t.element_size()
-    for d in range(t.dim() - 1):
+    for d in range(first, t.dim() - 1):
         if (t.stride(d) * size) % align:
             raise ValueError(
                 f"{name}: got stride {t.stride(d)} ({t.stride(d) * size} bytes) on dimension {d}, "
@@ -410,7 +411,7 @@ def from_tensors(
     if z is not None:
         _shape("z", z, tokens_shape, x_dims)
         _dtype("z", z, (io,), " (x's dtype)")
-        _rows("z", z, ROW_ALIGN)
+        _rows("z", z, ROW_ALIGN, int(ragged))
     if state_batch_indices is not None:
         _shape("state_batch_indices", state_batch_indices, (batch,), "(batch,)")
         index_dtype = _dtype("state_batch_indices", state_batch_indices, dtypes.INDEX)
@@ -424,16 +425,10 @@ def from_tensors(
         if cu_seqlens.stride(0) != 1:
             raise ValueError(f"cu_seqlens: got stride {cu_seqlens.stride(0)}, expected 1 (contiguous)")
 
-    for name, t in (
-        ("state", state),
-        ("x_cache", x_cache),
-        ("B_cache", B_cache),
-        ("x", x),
-        ("B", B),
-        ("C", C),
-        ("out", out),
-    ):
+    for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache)):
         _rows(name, t, ROW_ALIGN)
+    for name, t in (("x", x), ("B", B), ("C", C), ("out", out)):
+        _rows(name, t, ROW_ALIGN, int(ragged))
     _rows("dt_cache", dt_cache, 4)
     for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache), ("dt_cache", dt_cache), ("out", out)):
         _distinct(name, t)

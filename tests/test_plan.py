@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,10 +100,13 @@ def test_other_problem_flags_get_plans_of_their_own(checking: None, monkeypatch:
         {"has_z": True}, {"dt_softplus": False}, {"d_dtype": None}, {"dt_bias_dtype": None}, {"index_dtype": "i64"},
         {"index_dtype": None}, {"state_dtype": "bf16"}, {"dt_dtype": "f32"}, {"a_dtype": "bf16"}, {"pdl": True},
         {"d_dtype": "f32"}, {"dt_bias_dtype": "f32"}, {"io_dtype": "f16", "dt_dtype": "f16"}, {"window": 6},
-        {"tokens": 1}, {"groups": 4}, {"heads": 8}, {"d_state": 128}, {"head_dim": 128},
+        {"tokens": 1}, {"groups": 4}, {"heads": 8}, {"d_state": 128}, {"head_dim": 128}, {"ragged": True},
+        {"ragged": True, "tokens": 1}, {"ragged": True, "has_z": True}, {"ragged": True, "index_dtype": None},
+        {"ragged": True, "dt_softplus": False}, {"ragged": True, "d_dtype": "f32"}, {"ragged": True, "window": 6},
+        {"ragged": True, "index_dtype": "i64"}, {"ragged": True, "pdl": True}, {"ragged": True, "heads": 8},
     ]  # fmt: skip
     problems = [SMALL, *(dataclasses.replace(SMALL, **change) for change in changes)]
-    problems.append(dataclasses.replace(SMALL, compact=False))
+    problems += [dataclasses.replace(SMALL, compact=False, ragged=ragged) for ragged in (False, True)]
     served: list[Problem] = []
     real = fakes.FakeKernel.__call__
 
@@ -195,6 +200,125 @@ def test_a_call_with_tokens_far_apart_runs(cpu_as_gpu: None, monkeypatch: pytest
         assert torch.equal(given.out, expected.out)
         assert [p.problem for p in plans()] == [problem]
     assert api.explain(**call.kwargs(), target=H200).problem == problem
+
+
+# ---- ragged calls ----------------------------------------------------------------------------------
+
+RAGGED = dataclasses.replace(SMALL, ragged=True)
+
+
+def test_a_ragged_call_of_any_total_and_lengths_runs_the_plan_of_its_batch(
+    checking: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of packed tokens differs from step to step: it must cost neither a check nor a plan."""
+    run(random_call(RAGGED, 3, lengths=2))
+    monkeypatch.setattr(plan, "make", lambda *_: pytest.fail("a plan was made again"))
+    monkeypatch.setattr(plan, "_find", lambda *_: pytest.fail("a call went down the slow path"))
+    for lengths, tail in (((2, 1, 0), 0), ((0, 2, 0), 1), ((0, 0, 0), 2), ((2, 2, 2), 5)):
+        call = random_call(RAGGED, 3, padding=[1], lengths=lengths, tail=tail, seed=tail)
+        expected = call.clone()
+        checkpointing_ssu_reference(**expected.kwargs())
+        assert run(call) is call.out
+        for name in ("out", "state", "x_cache", "B_cache", "dt_cache"):
+            torch.testing.assert_close(getattr(call, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+    (made,) = plans()
+    assert (made.problem, made.batch) == (RAGGED, 3)
+
+
+def test_wrong_packing_after_a_right_call_raises_the_same_errors(checking: None) -> None:
+    call = bad_inputs.good_ragged_call()
+    run(call)
+    for bad in (
+        *bad_inputs.bad_packing(),
+        *(b for b in bad_inputs.bad_inputs() if b.name not in bad_inputs.DENSE_ONLY),
+    ):
+        given = call.kwargs()
+        bad.change(given)
+        before = launches()
+        with pytest.raises(bad.error) as caught:
+            run(Call(**given))
+        assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))
+        assert launches() == before, bad.name
+        run(call)
+        assert launches() == before + 1, bad.name
+
+
+def test_true_is_no_max_seqlen_on_a_warm_signature_either(cpu_as_gpu: None) -> None:
+    call = random_call(dataclasses.replace(RAGGED, tokens=1), 2, lengths=1)
+    run(call)
+    for value, kind in ((True, "bool"), (1.0, "float")):
+        call.max_seqlen = value  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=f"max_seqlen: got {kind}, expected an int"):
+            run(call)
+
+
+def test_a_ragged_batch_of_another_size_than_its_slots_is_refused_warm_too(cpu_as_gpu: None) -> None:
+    """No kernel can check it: the sizes of the two tensors differ by one."""
+    call, smaller = random_call(RAGGED, 3), random_call(RAGGED, 2)
+    run(call)
+    run(smaller)
+    call.state_batch_indices = smaller.state_batch_indices
+    before = launches()
+    with pytest.raises(ValueError, match=r"state_batch_indices: got shape \(2,\), expected \(3,\)"):
+        run(call)
+    assert launches() == before
+    bare = dataclasses.replace(RAGGED, index_dtype=None)
+    run(random_call(bare, 3, slots=3))
+    before = launches()
+    few = random_call(bare, 3, slots=3)
+    for name in (*bad_inputs.WRITTEN[:4], "ring_start", "prev_num_accepted_tokens"):
+        setattr(few, name, getattr(few, name)[:2])
+    with pytest.raises(ValueError, match="state: got 2 slots for 3 rows"):
+        run(few)
+    assert launches() == before
+
+
+@pytest.mark.parametrize("name", ["x", "B", "C", "out", "z"])
+def test_packed_tokens_that_share_memory_are_refused_after_a_call_of_one(name: str, cpu_as_gpu: None) -> None:
+    """A single token may have any stride; more than one may not, and the total is not in the signature."""
+    problem = dataclasses.replace(RAGGED, has_z=True)
+    for total in (1, 2):
+        call = random_call(problem, 2, lengths=(1, 0), tail=total - 1)
+        t = getattr(call, name)
+        setattr(call, name, t.as_strided(t.shape, (t.stride(0), 0, *t.stride()[2:])))
+        if total == 1:
+            run(call)
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: got stride"):
+            run(call)
+
+
+def test_packed_outputs_with_heads_further_apart_than_tokens_are_told_apart_by_their_total(cpu_as_gpu: None) -> None:
+    """Heads lie three tokens apart: three tokens fit between them, the fourth would overlap the next head."""
+    buffer = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    for total in (3, 4):
+        call = random_call(RAGGED, 2, lengths=(1, 0), tail=total - 1)
+        call.out = buffer.as_strided(call.out.shape, (1 << 11, 64, 3 * 64, 1))
+        if total == 3:
+            run(call)
+            continue
+        with pytest.raises(ValueError, match=r"out: got strides .* expected no overlapping elements"):
+            run(call)
+
+
+def test_a_ragged_call_whose_tokens_lie_far_apart_runs_the_general_kernel(
+    cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 2 * 8 * 4 * 64  # of x, 4 heads of 64: eight tokens reach half of it
+    monkeypatch.setattr("replayssm_cute.problem.OFFSET_LIMIT", limit)
+    monkeypatch.setattr("replayssm_cute.problem._reach", lambda t: 0)
+    served: list[bool] = []
+    real = fakes.FakeKernel.__call__
+
+    def noted(self: fakes.FakeKernel, *args: Any) -> None:
+        real(self, *args)
+        served.append(self.problem.compact)
+
+    monkeypatch.setattr(fakes.FakeKernel, "__call__", noted)
+    for _ in range(2):
+        for total, compact in ((7, True), (8, False), (9, False), (7, True)):
+            run(random_call(RAGGED, 4, lengths=(1, 0, 2, 0), tail=total - 3))
+            assert served[-1] is compact, total
 
 
 def test_memory_of_signatures_is_bounded(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,27 +503,41 @@ NAMES = list(inspect.signature(plan.Plan.launch).parameters)[1:]
 ALIGNED = ("state", "x_cache", "B_cache", "x", "B", "C", "out", "z")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["compact", "strided"])
-def real_kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> compiler.Kernel:
-    path = tmp_path_factory.mktemp("kernel") / "step.o"
-    problem = dataclasses.replace(RICH, compact=request.param)
-    compiler._export(compiler._build(problem, TileConfig(), "sm_90a"), path)
-    return compiler._load(path)
+KINDS = {
+    "compact": RICH,
+    "strided": dataclasses.replace(RICH, compact=False),
+    "ragged": dataclasses.replace(RICH, ragged=True),
+    "ragged strided": dataclasses.replace(RICH, ragged=True, compact=False),
+}
+# What kernels of ragged problems cannot check, and the signature does: cu_seqlens has one entry more than the slots.
+BATCHES = {
+    f"{name} dimension 0 is {n}"
+    for name, size in (("cu_seqlens", 4), ("state_batch_indices", 3))
+    for n in (size - 1, size + 1)
+}
 
 
-def good() -> dict[str, Any]:
-    args = dict(zip(NAMES, plan.kernel_args(plan.scratch_call(RICH, torch.device("cpu"), 3)), strict=True))
+@functools.cache
+def real_kernel(kind: str) -> compiler.Kernel:
+    with tempfile.TemporaryDirectory() as scratch:
+        compiler._export(compiler._build(KINDS[kind], TileConfig(), "sm_90a"), Path(scratch) / "step.o")
+        return compiler._load(Path(scratch) / "step.o")
+
+
+def good(kind: str = "compact") -> dict[str, Any]:
+    problem = dataclasses.replace(KINDS[kind], compact=True)
+    args = dict(zip(NAMES, plan.kernel_args(plan.scratch_call(problem, torch.device("cpu"), 3)), strict=True))
     return {k: Pretend.like(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
 
 
-def bad_variants() -> dict[str, tuple[str, Any]]:
+def bad_variants(kind: str) -> dict[str, tuple[str, Any]]:
     """Every way in which one argument alone can be wrong, and that `from_tensors` refuses: (argument, value)."""
     found: dict[str, tuple[str, Any]] = {}
 
     def add(name: str, what: str, value: Any) -> None:
         found[f"{name} {what}"] = (name, value)
 
-    for name, t in good().items():
+    for name, t in good(kind).items():
         if not isinstance(t, Pretend):
             continue
         size = t.dtype.itemsize
@@ -412,33 +550,50 @@ def bad_variants() -> dict[str, tuple[str, Any]]:
             for n in (t.shape[d] + 1, t.shape[d] - 1):
                 add(name, f"dimension {d} is {n}", t.but(shape=(*t.shape[:d], n, *t.shape[d + 1 :])))
             bumped = t.but(strides=(*t.strides[:d], t.strides[d] + 1, *t.strides[d + 1 :]))
-            if name in ALIGNED or t.strides[d] == 0 or (d == len(t.shape) - 1 and len(t.shape) > 1):
+            last = d == len(t.shape) - 1 and (len(t.shape) > 1 or name == "cu_seqlens")
+            unused = d == 0 and t.shape[0] == 1  # packed tokens: no kernel has a use for that stride
+            if (name in ALIGNED and not unused) or t.strides[d] == 0 or last:
                 add(name, f"stride {d} is {bumped.strides[d]}", bumped)
         for offset in (1, 2, 8, 15) if name in ALIGNED else (1,) if size > 1 else ():
             add(name, f"starts {offset} bytes off", t.but(address=t.address + offset))
         add(name, "is on another GPU", t.but(device=1))
         add(name, "is None", None)
         add(name, "is an int", 7)
-    add("z", "is on the CPU", torch.zeros(good()["z"].shape, dtype=torch.bfloat16))
+    add("z", "is on the CPU", torch.zeros(good(kind)["z"].shape, dtype=torch.bfloat16))
     for value in (1.0, None, "1", 1 << 63):
         add("pad_slot_id", f"is {value!r}", value)
-    return found
+    if not KINDS[kind].ragged:
+        add("cu_seqlens", "is given", good("ragged")["cu_seqlens"])
+        return found
+    assert set(found) > BATCHES
+    return {what: change for what, change in found.items() if what not in BATCHES}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretended addresses must not reach a GPU")
 class TestKernelChecks:
     """A warm launch relies on the checks that the DSL generates; here each of them is seen to refuse."""
 
-    def test_right_arguments_get_as_far_as_the_missing_driver(self, real_kernel: compiler.Kernel) -> None:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_right_arguments_get_as_far_as_the_missing_driver(self, kind: str) -> None:
         with pytest.raises(RuntimeError, match="Cuda"):
-            real_kernel(*[v.tensor() if isinstance(v, Pretend) else v for v in good().values()])
+            real_kernel(kind)(*[v.tensor() if isinstance(v, Pretend) else v for v in good(kind).values()])
 
-    @pytest.mark.parametrize("variant", bad_variants())
-    def test_wrong_argument_is_refused_before_the_launch(self, variant: str, real_kernel: compiler.Kernel) -> None:
-        name, value = bad_variants()[variant]
-        args = {**good(), name: value}
+    @pytest.mark.parametrize("kind,variant", [(kind, variant) for kind in KINDS for variant in bad_variants(kind)])
+    def test_wrong_argument_is_refused_before_the_launch(self, kind: str, variant: str) -> None:
+        name, value = bad_variants(kind)[variant]
+        args = {**good(kind), name: value}
         with pytest.raises((ValueError, TypeError, OverflowError)):
-            real_kernel(*[v.tensor() if isinstance(v, Pretend) else v for v in args.values()])
+            real_kernel(kind)(*[v.tensor() if isinstance(v, Pretend) else v for v in args.values()])
+
+    @pytest.mark.parametrize("total", [1, 7])
+    def test_a_ragged_kernel_takes_any_total(self, total: int) -> None:
+        """And none that the tensors do not agree on, as the test above shows."""
+        args = good("ragged")
+        for name in ("x", "dt", "B", "C", "out", "z"):
+            t = args[name]
+            args[name] = t.but(shape=(1, total, *t.shape[2:]), strides=(total * t.strides[1], *t.strides[1:]))
+        with pytest.raises(RuntimeError, match="Cuda"):
+            real_kernel("ragged")(*[v.tensor() if isinstance(v, Pretend) else v for v in args.values()])
 
     def test_absent_tensor_must_be_absent(self, tmp_path: Path) -> None:
         path = tmp_path / "step.o"

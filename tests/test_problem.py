@@ -79,6 +79,15 @@ def test_what_is_no_fault_of_a_ragged_call_is_none(name: str) -> None:
     assert problem.from_tensors(**kwargs) == RAGGED
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "out", "z"])
+@pytest.mark.parametrize("stride", [0, 1, 1 << 40])
+def test_the_first_stride_of_packed_tokens_does_not_matter(name: str, stride: int) -> None:
+    kwargs = arguments(good_ragged_call())
+    t = kwargs[name]
+    kwargs[name] = t.as_strided(t.shape, (stride, *t.stride()[1:]))
+    assert problem.from_tensors(**kwargs) == RAGGED
+
+
 @pytest.mark.parametrize("given,absent", [("cu_seqlens", "max_seqlen"), ("max_seqlen", "cu_seqlens")])
 def test_a_dense_call_takes_neither_argument_alone(given: str, absent: str) -> None:
     value = getattr(good_ragged_call(), given)
