@@ -6,6 +6,7 @@ softplus are written out again from the definition of the operation, so that a s
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -48,26 +49,40 @@ def gate(y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def oracle_step(call: Any) -> OracleResult:
-    """The step on a call's tensors (which stay as they are), returned as new arrays."""
+    """The step on a call's tensors (which stay as they are), returned as new arrays.
+
+    In a ragged call dimension 0 of the tokens has one entry, and row i the tokens cu_seqlens[i] .. cu_seqlens[i+1]-1.
+    """
     state, x_cache, B_cache, dt_cache = map(as_array, (call.state, call.x_cache, call.B_cache, call.dt_cache))
     x, B, C = as_array(call.x), as_array(call.B), as_array(call.C)
     raw_dt, rate = as_array(call.dt)[:, :, :, 0], as_array(call.A)[:, 0, 0]
     bias = None if call.dt_bias is None else as_array(call.dt_bias)[:, 0]
     skip = None if call.D is None else as_array(call.D)[:, 0]
     z = None if call.z is None else as_array(call.z)
-    batch, T, H, _ = x.shape
+    H = x.shape[2]
     G, R = B_cache.shape[1], B_cache.shape[2]
-    out = np.full(x.shape, np.nan)
+    # where[row]: (index of dimension 0, index of dimension 1) of each of its tokens
+    if call.cu_seqlens is None:
+        most = x.shape[1]
+        where = [[(row, t) for t in range(most)] for row in range(x.shape[0])]
+        out = np.full(x.shape, np.nan)
+    else:
+        most = call.max_seqlen
+        begins = [int(v) for v in call.cu_seqlens]
+        where = [[(0, t) for t in range(a, b)] for a, b in itertools.pairwise(begins)]
+        out = np.zeros(x.shape)
+    W = R - most
     flushed = set()
-    for row in range(batch):
+    for row, tokens in enumerate(where):
         slot = row if call.state_batch_indices is None else int(call.state_batch_indices[row])
         if slot == call.pad_slot_id or slot < 0:
-            out[row] = 0.0
+            for at in tokens:
+                out[at] = 0.0
             continue
         start, pnat = int(call.ring_start[slot]), int(call.prev_num_accepted_tokens[slot])
         live_rows = [(start + j) % R for j in range(pnat)]
-        new_rows = [(start + pnat + t) % R for t in range(T)]
-        flush = pnat + 2 * T > R
+        new_rows = [(start + pnat + t) % R for t in range(len(tokens))]
+        flush = pnat + len(tokens) > W
         if flush:
             flushed.add(slot)
         for h in range(H):
@@ -77,21 +92,21 @@ def oracle_step(call: Any) -> OracleResult:
                 S, _ = token(S, rate[h], dt_cache[slot, h, r], x_cache[slot, h, r], B_cache[slot, g, r])
             if flush:
                 state[slot, h] = S
-            for t in range(T):
-                dt = raw_dt[row, t, h] + (0.0 if bias is None else bias[h])
+            for t, at in enumerate(tokens):
+                dt = raw_dt[at][h] + (0.0 if bias is None else bias[h])
                 if call.dt_softplus:
                     dt = softplus(dt)
-                S, y = token(S, rate[h], dt, x[row, t, h], B[row, t, g], C[row, t, g])
+                S, y = token(S, rate[h], dt, x[at][h], B[at][g], C[at][g])
                 if skip is not None:
-                    y = y + skip[h] * x[row, t, h]
+                    y = y + skip[h] * x[at][h]
                 if z is not None:
-                    y = gate(y, z[row, t, h])
-                out[row, t, h] = y
-                x_cache[slot, h, new_rows[t]] = x[row, t, h]
+                    y = gate(y, z[at][h])
+                out[at][h] = y
+                x_cache[slot, h, new_rows[t]] = x[at][h]
                 dt_cache[slot, h, new_rows[t]] = dt
         for g in range(G):
-            for t in range(T):
-                B_cache[slot, g, new_rows[t]] = B[row, t, g]
+            for t, at in enumerate(tokens):
+                B_cache[slot, g, new_rows[t]] = B[at][g]
     return OracleResult(state, x_cache, B_cache, dt_cache, out, flushed)
 
 

@@ -140,6 +140,62 @@ def test_inputs_that_a_step_overwrites(before: Call, after: Call, tensor: str) -
     assert "untouched_exact" in fields_beyond(before, after)
 
 
+class TestRagged:
+    """The same fields, where rows have lengths of their own: 2, 0, 1, 1, a padding row's 2, and a tail of 2."""
+
+    PROBLEM = dataclasses.replace(PROBLEM, ragged=True)
+
+    @pytest.fixture
+    def before(self) -> Call:
+        return random_call(
+            self.PROBLEM, 5, slots=8, pnat=[3, 4, 3, 4, 0], padding=(4,), lengths=[2, 0, 1, 1, 2], tail=2, seed=3
+        )
+
+    def test_a_right_step_has_small_but_real_errors(self, before: Call, after: Call) -> None:
+        errors = compare.errors(before, after)
+        assert 1e-3 < errors.out < 2e-3 and errors.out <= errors.out_worst < 5e-3
+        assert 0 < errors.state < 1e-6 and errors.dt < 1e-6
+        assert errors.rings_exact and errors.untouched_exact
+
+    @pytest.mark.parametrize("token", [0, 1, 2, 3])
+    def test_live_tokens(self, before: Call, after: Call, token: int) -> None:
+        after.out[0, token, 0, 0] += 1
+        assert fields_beyond(before, after) == {"out", "out_worst"}
+
+    @pytest.mark.parametrize("token", [4, 5, 6, 7], ids=["padding", "padding too", "tail", "tail too"])
+    @pytest.mark.parametrize("value", [1e-30, float("nan")])
+    def test_tokens_that_give_zeros(self, before: Call, after: Call, token: int, value: float) -> None:
+        after.out[0, token, 3, 63] = value
+        assert fields_beyond(before, after) == {"untouched_exact"}
+
+    @pytest.mark.parametrize("row,field", [(0, "state"), (1, "untouched_exact"), (2, "untouched_exact"), (3, "state")])
+    def test_a_row_flushes_by_its_own_length(self, before: Call, after: Call, row: int, field: str) -> None:
+        """Rows 0 (3 + 2) and 3 (4 + 1) flush, W = 4; rows 1 (4 + 0) and 2 (3 + 1) must not be touched."""
+        after.state[slot(after, row), 1, 2, 3] += 3.0
+        assert fields_beyond(before, after) == {field}
+
+    @pytest.mark.parametrize(
+        "row,offset,field", [(0, 4, "dt"), (1, 4, "untouched_exact"), (2, 3, "dt"), (2, 4, "untouched_exact")]
+    )
+    def test_dt_rows_beyond_a_rows_length(self, before: Call, after: Call, row: int, offset: int, field: str) -> None:
+        s = slot(after, row)
+        after.dt_cache[s, 2, (int(after.ring_start[s]) + offset) % PROBLEM.ring_rows] = 0.5
+        assert fields_beyond(before, after) == {field}
+
+    @pytest.mark.parametrize("cache", ["x_cache", "B_cache"])
+    @pytest.mark.parametrize("row,offset", [(0, 3), (1, 4), (2, 3), (2, 4)])
+    def test_ring_rows(self, before: Call, after: Call, cache: str, row: int, offset: int) -> None:
+        s = slot(after, row)
+        bits = getattr(after, cache).view(torch.int16)
+        bits[s, 1, (int(after.ring_start[s]) + offset) % PROBLEM.ring_rows, 7] ^= 1
+        assert fields_beyond(before, after) == {"rings_exact"}
+
+    def test_cu_seqlens(self, before: Call, after: Call) -> None:
+        assert after.cu_seqlens is not None
+        after.cu_seqlens[2] += 1
+        assert "untouched_exact" in fields_beyond(before, after)
+
+
 def test_only_padding_rows() -> None:
     before = random_call(PROBLEM, 2, padding=(0, 1))
     after = before.clone()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 from collections.abc import Callable
 
 import pytest
@@ -77,6 +78,18 @@ FAULTS = {
     "one-state": "one element of a kept checkpoint changes by one unit in the last place",
     "stray-write": "one ring element of a slot that no row names is overwritten",
 }
+# What can go wrong in ragged calls alone.
+RAGGED_FAULTS = {
+    "flush-by-max": "flushes when pnat + max_seqlen > W",
+    "empty-flushes": "a row of length 0 flushes when its ring is full",
+    "append-to-max": "max_seqlen rows are appended, whatever the row's length",
+    "empty-appends": "a row of length 0 appends the token that follows",
+    "length-minus-one": "the last token of a row is left out",
+    "max-apart": "row i's tokens begin at i * max_seqlen",
+    "tail-left": "tokens that no row has keep the output they had",
+    "tail-computed": "tokens that no row has are computed like others",
+    "cursors-by-max": "new rows go where those of a full window would end",
+}
 # Faults that are none for some types: (state dtypes, io dtypes) in which they are one. The f16 output bound leaves
 # room for a tf32 read of the state, which is as coarse as a truncated f16.
 VISIBLE = {
@@ -93,6 +106,10 @@ CASES = [
     for fault in FAULTS
     for state, io in DTYPES
     if fault not in VISIBLE or (state in VISIBLE[fault][0] and io in VISIBLE[fault][1])
+]
+RAGGED_CASES = [
+    *(case for case in CASES if case[1:] == ("f32", "bf16")),
+    *((fault, state, io) for fault in RAGGED_FAULTS for state, io in DTYPES),
 ]
 
 
@@ -115,9 +132,12 @@ def _pair(t: torch.Tensor) -> torch.Tensor:
 
 def step(call: Call, fault: str | None = None) -> None:
     """One step in place, row by row in float32, wrong in the way that `fault` names."""
-    T, H = call.x.shape[1], call.x.shape[2]
+    most, H = call.tokens, call.x.shape[2]
+    begins = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
     G, R = call.B_cache.shape[1], call.B_cache.shape[2]
-    W = R - T
+    W = R - most
+    lengths = call.lengths().tolist()
+    marked = None
     heads = torch.arange(H)
     group = heads % G if fault == "group-modulo" else heads // (H // G)
     rate = call.A[:, 0, 0].float()
@@ -138,19 +158,27 @@ def step(call: Call, fault: str | None = None) -> None:
         term = (dt[:, None] * x)[..., None] * B[group][:, None]
         return decay * (S + term) if fault == "decay-late" else decay * S + term
 
-    for row in range(call.x.shape[0]):
+    for row, T in enumerate(lengths):
+        if begins is None:
+            at = [(row, t) for t in range(most)]
+        else:
+            first = row * most if fault == "max-apart" else begins[row]
+            at = [(0, min(first + t, call.x.shape[1] - 1)) for t in range(most)]
         slot = row if call.state_batch_indices is None else int(call.state_batch_indices[row])
         if slot < 0 or slot == call.pad_slot_id:
             if fault == "padding-left":
                 continue
-            call.out[row] = 0
-            if fault == "padding-computed":
-                call.out[row] = call.x[row]
+            for i in at[:T]:
+                call.out[i] = 0
+                if fault == "padding-computed":
+                    call.out[i] = call.x[i]
             if fault == "padding-poisons":
                 call.x_cache[max(slot, 0)] = 0
             continue
         if fault == "slot-is-row":
             slot = row
+        if fault == "length-minus-one":
+            T = max(T - 1, 0)
         start, pnat = int(call.ring_start[slot]), int(call.prev_num_accepted_tokens[slot])
         shift = {"ring-row-plus-one": 1, "ring-row-minus-one": -1}.get(fault or "", 0)
         reads = W if fault in ("live-all-window", "dead-by-product") else pnat - (fault == "live-one-short")
@@ -177,32 +205,36 @@ def step(call: Call, fault: str | None = None) -> None:
             "flush-late": pnat + T > W + 1,
             "flush-by-rows": pnat + T > R,
             "flush-by-live": pnat > W - 1,
+            "flush-by-max": pnat + most > W,
+            "empty-flushes": pnat + (T or most) > W,
         }.get(fault or "", pnat + T > W)
 
         new_dt = []
-        for t in range(T):
-            raw = call.dt[row, t, :, 0].float()
+        for t, i in enumerate(at):
+            raw = call.dt[i][:, 0].float()
             dt = softplus(raw) + bias if fault == "bias-after-softplus" else softplus(raw + bias)
             new_dt.append(raw if fault == "append-raw-dt" else dt)
-            x = call.x[row, t].float()
+            if t >= T:
+                continue
+            x = call.x[i].float()
             before = S
-            S = advance(S, dt, x, call.B[row, t].float(), live=False)
+            S = advance(S, dt, x, call.B[i].float(), live=False)
             seen = before if fault == "own-token-missing" else S
             if fault == "not-causal" and t + 1 < T:
-                seen = (
-                    S
-                    + (dt[:, None] * call.x[row, t + 1].float())[..., None] * call.B[row, t + 1].float()[group][:, None]
-                )
-            y = (seen @ call.C[row, t].float()[group][..., None])[..., 0]
+                after = at[t + 1]
+                seen = S + (dt[:, None] * call.x[after].float())[..., None] * call.B[after].float()[group][:, None]
+            y = (seen @ call.C[i].float()[group][..., None])[..., 0]
             through = 0.0 if skip is None or fault == "no-D" else skip * x
             if fault != "z-before-D":
                 y = y + through
             if call.z is not None and fault != "no-z":
-                z = call.z[row, t].float()
+                z = call.z[i].float()
                 y = y * torch.sigmoid(z) * (1.0 if fault == "z-sigmoid" else z)
             if fault == "z-before-D":
                 y = y + through
-            call.out[row, t] = _truncate(y, call.out.dtype) if fault == "out-truncated" else y.to(call.out.dtype)
+            call.out[i] = _truncate(y, call.out.dtype) if fault == "out-truncated" else y.to(call.out.dtype)
+            if row >= 3 and marked is None and t + 1 == T:
+                marked = i
 
         if flush:
             value = S if fault == "flush-folds-new" else logical
@@ -217,8 +249,11 @@ def step(call: Call, fault: str | None = None) -> None:
                 value = _pair(value)
             rounded = _truncate(value, call.state.dtype) if fault == "flush-truncates" else value.to(call.state.dtype)
             call.state[slot] = rounded
-        for t in range(T - (fault == "append-last-lost")):
-            position = start + pnat + t
+        appended = most if fault == "append-to-max" else T - (fault == "append-last-lost" and T > 0)
+        if fault == "empty-appends" and T == 0:
+            appended = 1
+        for t, i in enumerate(at[:appended]):
+            position = start + pnat + t + (most - T if fault == "cursors-by-max" else 0)
             if fault == "append-at-start":
                 position = start + t
             elif fault == "append-at-zero":
@@ -228,24 +263,28 @@ def step(call: Call, fault: str | None = None) -> None:
             if fault == "append-no-wrap" and position >= R:
                 continue
             r = position % R
-            x = call.x[row, t]
+            x = call.x[i]
             call.x_cache[slot, :, r] = x.to(torch.float8_e4m3fn).to(x.dtype) if fault == "append-x-rounded" else x
-            call.B_cache[slot, :, r] = call.B[row, t]
+            call.B_cache[slot, :, r] = call.B[i]
             call.dt_cache[slot, :, r] = new_dt[t]
         if fault == "cursors-moved":
             call.prev_num_accepted_tokens[slot] += T
 
+    if begins is not None and fault != "tail-left":
+        call.out[0, begins[-1] :] = call.x[0, begins[-1] :] if fault == "tail-computed" else 0
     if fault == "one-output":
-        y = call.out[3, -1, -1].float()
+        assert marked is not None
+        y = call.out[marked][-1].float()
         y[5] += y.norm() / 100
-        call.out[3, -1, -1] = y.to(call.out.dtype)
+        call.out[marked][-1] = y.to(call.out.dtype)
     if fault == "one-nan":
-        call.out[3, -1, -1, 7] = float("nan")
+        assert marked is not None
+        call.out[marked][-1, 7] = float("nan")
     slots = set(range(call.state.shape[0]))
     named = set(call.state_batch_indices.tolist()) if call.state_batch_indices is not None else set()
     if fault == "one-state":
         live = sorted(s for s in named if s >= 0 and s != call.pad_slot_id)
-        kept = next(s for s in live if int(call.prev_num_accepted_tokens[s]) + T <= W)
+        kept = next(s for s in live if int(call.prev_num_accepted_tokens[s]) + most <= W)
         element = call.state[kept, 0, 0, :1]
         call.state[kept, 0, 0, 0] = torch.nextafter(element, torch.full_like(element, torch.inf))[0]
     if fault == "stray-write":
@@ -253,8 +292,17 @@ def step(call: Call, fault: str | None = None) -> None:
 
 
 def mixed(problem: Problem, *, seed: int = 0, dead: float | None = float("nan"), large_dt: bool = False) -> Call:
-    """Every pnat in 0..W twice at random ring positions, two padding rows, a padding slot that exists."""
-    counts = [*range(problem.window + 1)] * 2 + [0, 0]
+    """Every pnat in 0..W twice at random ring positions, two padding rows, a padding slot that exists.
+
+    Of a ragged problem every pnat at every length, in no order of rows, and tokens that no row has.
+    """
+    counts, lengths = [*range(problem.window + 1)] * 2, None
+    if problem.ragged:
+        cases = [(n, t) for n in range(problem.window + 1) for t in range(problem.tokens + 1)]
+        random.Random(seed).shuffle(cases)
+        counts = [n for n, _ in cases]
+        lengths = [*(t for _, t in cases), problem.tokens, 1]
+    counts = [*counts, 0, 0]
     batch = len(counts)
     call = random_call(
         problem,
@@ -265,6 +313,8 @@ def mixed(problem: Problem, *, seed: int = 0, dead: float | None = float("nan"),
         pad_slot_id=1,
         dead=dead,
         seed=seed,
+        lengths=lengths,
+        tail=2 if problem.ragged else 0,
     )
     if large_dt:
         call.dt = torch.full(call.dt.shape[:3], 100.0).to(call.dt.dtype)[..., None].expand(call.dt.shape)
@@ -311,6 +361,35 @@ def test_every_wrong_step_is_caught(fault: str, state: str, io: str) -> None:
     assert found is not None, f"not caught: {FAULTS[fault]}"
 
 
+@pytest.mark.parametrize("io", ["bf16", "f16"])
+@pytest.mark.parametrize("state", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("tokens,window", [(1, 1), (2, 6), (4, 4), (3, 16)])
+def test_the_right_ragged_step_passes(state: str, io: str, tokens: int, window: int) -> None:
+    problem = dataclasses.replace(
+        BASE, ragged=True, state_dtype=state, io_dtype=io, dt_dtype=io, tokens=tokens, window=window
+    )
+    for right in (step, lambda c: checkpointing_ssu_reference(**c.kwargs())):
+        assert violation(problem, mixed(problem, seed=tokens), right) is None
+
+
+@pytest.mark.parametrize("fault,state,io", RAGGED_CASES)
+def test_every_wrong_ragged_step_is_caught(fault: str, state: str, io: str) -> None:
+    """The faults of dense calls too."""
+    problem = dataclasses.replace(BASE, ragged=True, state_dtype=state, io_dtype=io, dt_dtype=io)
+    call = mixed(problem, large_dt=fault in NEEDS_LARGE_DT)
+    assert violation(problem, call, step) is None
+    found = violation(problem, call, lambda c: step(c, fault))
+    assert found is not None, f"not caught: {(FAULTS | RAGGED_FAULTS)[fault]}"
+
+
+@pytest.mark.parametrize("fault", RAGGED_FAULTS)
+def test_a_wrong_ragged_step_is_caught_when_dead_rows_and_tokens_look_harmless(fault: str) -> None:
+    problem = dataclasses.replace(BASE, ragged=True)
+    call = mixed(problem, dead=None)
+    assert violation(problem, call, step) is None
+    assert violation(problem, call, lambda c: step(c, fault)) is not None
+
+
 @pytest.mark.parametrize("fault", ["live-all-window", "live-one-short", "ring-no-wrap", "flush-late", "append-no-wrap"])
 def test_a_wrong_step_is_caught_when_dead_rows_look_harmless(fault: str) -> None:
     """With plausible values instead of NaN in dead rows the numbers alone must give a fault away."""
@@ -335,4 +414,4 @@ def test_one_wrong_row_among_many_is_caught(fault: str) -> None:
 def test_every_fault_is_one_that_step_knows() -> None:
     """A misspelt name would make a fault a right step; each name must occur in the code of `step`."""
     source = inspect.getsource(step)
-    assert [fault for fault in FAULTS if f'"{fault}"' not in source] == []
+    assert [fault for fault in (*FAULTS, *RAGGED_FAULTS) if f'"{fault}"' not in source] == []

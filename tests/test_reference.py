@@ -29,13 +29,18 @@ PROBLEMS = [
     dataclasses.replace(SMALL, index_dtype=None, groups=1, state_dtype="f16"),
     dataclasses.replace(SMALL, io_dtype="f16", dt_dtype="f32", a_dtype="bf16", d_dtype="f32", dt_bias_dtype="f32"),
     dataclasses.replace(SMALL, heads=3, head_dim=80, d_state=128, groups=3, window=16, tokens=4),
+    dataclasses.replace(SMALL, heads=2, groups=1, window=64, tokens=32),
+    *(dataclasses.replace(SMALL, ragged=True, tokens=t, window=w, has_z=t > 1) for t, w in ((1, 1), (2, 5), (4, 4))),
+    dataclasses.replace(SMALL, ragged=True, tokens=3, window=16, index_dtype=None, d_dtype=None, state_dtype="bf16"),
+    dataclasses.replace(SMALL, ragged=True, tokens=3, window=7, dt_softplus=False, dt_bias_dtype=None, dt_dtype="f32"),
+    dataclasses.replace(SMALL, ragged=True, heads=2, groups=2, window=40, tokens=32, has_z=True),
 ]
 
 
 def all_pnat(problem: Problem, **kwargs: object) -> Call:
-    """One row for each pnat in 0..W: flushing and not, wrapping and not."""
+    """One row for each pnat in 0..W: flushing and not, wrapping and not; of a ragged problem, at random lengths."""
     count = problem.window + 1
-    return random_call(problem, count, pnat=range(count), **kwargs)  # type: ignore[arg-type]
+    return random_call(problem, count, pnat=range(count), tail=3 if problem.ragged else 0, **kwargs)  # type: ignore[arg-type]
 
 
 def widen(call: Call) -> Call:
@@ -54,7 +59,7 @@ def close(got: torch.Tensor, expected: np.ndarray, rtol: float, what: str) -> No
 
 
 @pytest.mark.parametrize(
-    "problem", PROBLEMS, ids=lambda p: f"{p.label()} z{p.has_z:d} sp{p.dt_softplus:d} {p.index_dtype}"
+    "problem", PROBLEMS, ids=lambda p: f"{p.label()} z{p.has_z:d} sp{p.dt_softplus:d} {p.index_dtype} {p.d_dtype}"
 )
 def test_float64_reference_is_the_oracle(problem: Problem) -> None:
     """Equal to the oracle in every tensor that a step writes, in float64."""
@@ -66,7 +71,7 @@ def test_float64_reference_is_the_oracle(problem: Problem) -> None:
         close(getattr(call, name), getattr(expected, name), 1e-9, name)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[:5], ids=lambda p: p.label())
+@pytest.mark.parametrize("problem", [*PROBLEMS[:5], *PROBLEMS[-6:-3]], ids=lambda p: p.label())
 def test_float32_reference_is_close_to_the_oracle(problem: Problem) -> None:
     """The float32 run, in the types the kernels write, agrees to the rounding of those types."""
     call = all_pnat(problem, seed=2)
@@ -77,6 +82,83 @@ def test_float32_reference_is_close_to_the_oracle(problem: Problem) -> None:
     close(call.dt_cache, expected.dt_cache, 1e-6, "dt_cache")
     close(call.x_cache, expected.x_cache, 0, "x_cache")
     close(call.B_cache, expected.B_cache, 0, "B_cache")
+
+
+RAGGED = dataclasses.replace(SMALL, ragged=True, tokens=3, has_z=True)
+CACHES = ("state", "x_cache", "B_cache", "dt_cache")
+
+
+def test_every_cursor_position_and_length() -> None:
+    """Every (ring_start, pnat, T_i) in one ragged batch: its own length decides whether a row flushes."""
+    cases = [(s, n, t) for s in range(RAGGED.ring_rows) for n in range(RAGGED.window + 1) for t in range(4)]
+    starts, counts, lengths = zip(*cases, strict=True)
+    call = widen(random_call(RAGGED, len(cases), ring_start=starts, pnat=counts, lengths=lengths, tail=2, seed=13))
+    expected = oracle_step(call)
+    assert len(expected.flushed) == sum(n + t > RAGGED.window for _, n, t in cases)
+    run(call)
+    for name in ("out", *CACHES):
+        close(getattr(call, name), getattr(expected, name), 1e-9, name)
+    assert not call.out[:, -2:].any()
+
+
+def test_rows_of_no_tokens_change_no_bit() -> None:
+    """Whatever their cursors say, a full ring too; and a batch of nothing else."""
+    for lengths, tail in (([0, 2, 0, 0, 1, 0], 0), ([0] * 6, 4)):
+        call = random_call(RAGGED, 6, pnat=range(6), lengths=lengths, tail=tail)
+        before = call.clone()
+        run(call)
+        assert call.state_batch_indices is not None
+        for row, length in enumerate(lengths):
+            slot = int(call.state_batch_indices[row])
+            for name in CACHES if length == 0 else ():
+                got, kept = (getattr(c, name)[slot] for c in (call, before))
+                torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
+        assert bool(call.out[0, : sum(lengths)].all()) and not call.out[0, sum(lengths) :].any()
+
+
+def test_what_packed_tokens_without_a_live_row_hold_changes_no_bit() -> None:
+    calls = [
+        random_call(RAGGED, 5, lengths=[2, 3, 0, 1, 3], padding=(1, 2), tail=3, dead=d) for d in (0.0, float("nan"))
+    ]
+    clean, dirty = (run(c, torch.float32) for c in calls)
+    assert torch.equal(clean.out, dirty.out)
+    assert not clean.out[0, 2:5].any() and not clean.out[0, 9:].any() and clean.out[0, 5:9].any()
+
+
+def test_a_ragged_generation_equals_the_one_that_never_saw_rejected_tokens() -> None:
+    """Random windows of 0..T tokens, random acceptance, commits by length: outputs are those of the true history."""
+    problem = dataclasses.replace(RAGGED, has_z=False, d_dtype=None, dt_bias_dtype=None, dt_softplus=False)
+    rows, gen = 3, torch.Generator().manual_seed(3)
+    call = widen(random_call(problem, rows, pnat=0, seed=14))
+    indices = call.state_batch_indices
+    assert indices is not None
+    truth = [History(as_array(call.state[int(slot)])) for slot in indices]
+    flushed = 0
+    for step in range(40):
+        fresh = widen(random_call(problem, rows, tail=1, seed=100 + step))
+        lengths = fresh.lengths()
+        call = dataclasses.replace(
+            fresh, A=call.A, state=call.state, x_cache=call.x_cache, B_cache=call.B_cache, dt_cache=call.dt_cache,
+            ring_start=call.ring_start, prev_num_accepted_tokens=call.prev_num_accepted_tokens,
+            state_batch_indices=indices,
+        )  # fmt: skip
+        flushed += int(ring.flushes(call.prev_num_accepted_tokens[indices], lengths, problem.window).sum())
+        run(call)
+        accepted = torch.minimum(torch.randint(0, problem.tokens + 1, (rows,), generator=gen), lengths)
+        assert call.cu_seqlens is not None
+        begins = call.cu_seqlens.tolist()
+        for row, history in enumerate(truth):
+            at = slice(begins[row], begins[row + 1])
+            rate, dt, x, B, C = (
+                as_array(t)
+                for t in (call.A[:, 0, 0], call.dt[0, at, :, 0], call.x[0, at], call.B[0, at], call.C[0, at])
+            )
+            close(call.out[0, at], history.run(rate, dt, x, B, C, int(accepted[row])), 1e-9, f"step {step} row {row}")
+        ring.commit(
+            call.ring_start, call.prev_num_accepted_tokens, indices, accepted, tokens=problem.tokens,
+            window=problem.window, lengths=lengths,
+        )  # fmt: skip
+    assert flushed > 10
 
 
 def test_every_cursor_position() -> None:

@@ -38,6 +38,30 @@ def test_flush_rule_takes_tensors() -> None:
     assert ring.flushes(pnat, 4, 16).tolist() == [p + 4 > 16 for p in range(17)]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_commit_of_rows_with_lengths_of_their_own(data: st.DataObject) -> None:
+    """The row's length decides flush and clamp, R stays W + T, and a row of length 0 keeps its cursors."""
+    W = data.draw(st.integers(1, 64))
+    T = data.draw(st.integers(1, min(W, 32)))
+    rows = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, W + T - 1), st.integers(0, W), st.integers(-1, T + 2), st.integers(0, T)),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    start, pnat = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in range(2))
+    accepted, lengths = (torch.tensor([row[i] for row in rows]) for i in (2, 3))
+    ring.commit(start, pnat, torch.arange(len(rows)), accepted, tokens=T, window=W, lengths=lengths)
+    for i, (begin, live, taken, length) in enumerate(rows):
+        taken = min(max(taken, 0), length)
+        flushed = live + length > W
+        expected = ((begin + live) % (W + T), taken) if flushed else (begin, live + taken)
+        assert (int(start[i]), int(pnat[i])) == expected
+        assert length or expected == (begin, live)
+
+
 @st.composite
 def commits(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]], int]:
     W = draw(st.integers(1, 16))
