@@ -20,7 +20,7 @@ import pytest
 import torch
 from fakes import GPU, H200, SMALL, FakeKernel
 from pretend_cuda import Pretend
-from test_oracle_teeth import CASES, step
+from test_oracle_teeth import CASES, RAGGED_CASES, step
 
 from replayssm_cute import api, compiler, plan, ring, selfcheck, tables, warmup
 from replayssm_cute.calls import Call, random_call
@@ -38,7 +38,7 @@ Change = Callable[[FakeKernel, tuple[Any, ...]], None]
 
 
 def run(call: Call, config: TileConfig | None = None) -> torch.Tensor:
-    return plan.run(plan.kernel_args(call), call.dt_softplus, False, config)
+    return plan.run(plan.kernel_args(call), call.dt_softplus, False, config, call.max_seqlen)
 
 
 def break_kernels(monkeypatch: pytest.MonkeyPatch, change: Change, *configs: TileConfig) -> list[TileConfig]:
@@ -88,7 +88,7 @@ TAILS = (0, 1, 2, 5, 8, 264)
 
 def live_rows(call: Call) -> list[tuple[int, int, int]]:
     """(row, pnat, ring_start) of the live rows."""
-    slots = range(call.x.shape[0]) if call.state_batch_indices is None else call.state_batch_indices.tolist()
+    slots = range(call.batch) if call.state_batch_indices is None else call.state_batch_indices.tolist()
     return [
         (row, int(call.prev_num_accepted_tokens[slot]), int(call.ring_start[slot]))
         for row, slot in enumerate(slots)
@@ -97,15 +97,18 @@ def live_rows(call: Call) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("tokens,window", [(1, 1), (1, 2), (2, 4), (3, 3), (4, 16), (16, 16), (2, 5), (1, 16)])
-def test_trials_hold_every_pnat_on_both_sides_of_the_tail(tail: int, tokens: int, window: int) -> None:
-    problem = dataclasses.replace(SMALL, tokens=tokens, window=window)
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    "tokens,window", [(1, 1), (1, 2), (2, 4), (3, 3), (4, 16), (16, 16), (2, 5), (1, 16), (4, 64), (32, 32)]
+)
+def test_trials_hold_every_pnat_on_both_sides_of_the_tail(tail: int, ragged: bool, tokens: int, window: int) -> None:
+    problem = dataclasses.replace(SMALL, tokens=tokens, window=window, ragged=ragged)
     config = TileConfig(heads_per_cta=2, tail_rows=tail)
     trials = list(selfcheck.trials(problem, config))
     main: set[int] = set()
     cut: set[int] = set()
     for call in trials:
-        first = call.x.shape[0] - tail
+        first = call.batch - tail
         assert first >= selfcheck.ROWS
         main |= {pnat for row, pnat, _ in live_rows(call) if row < first}
         cut |= {pnat for row, pnat, _ in live_rows(call) if row >= first}
@@ -136,10 +139,41 @@ def test_trials_are_adversarial(problem: Problem) -> None:
     assert seen == ways | {"pad -1", "pad 0", "pad -3"}
 
 
+@pytest.mark.parametrize("index", ["i32", None])
+@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize("tokens,window", [(1, 1), (2, 4), (3, 3), (4, 16), (32, 64)])
+def test_ragged_trials_tell_a_rows_own_length_from_the_longest(
+    tokens: int, window: int, tail: int, index: str | None
+) -> None:
+    problem = dataclasses.replace(SMALL, tokens=tokens, window=window, ragged=True, index_dtype=index, has_z=True)
+    full, seen = 0, set()
+    for call in selfcheck.trials(problem, TileConfig(heads_per_cta=2, tail_rows=tail)):
+        assert plan.problem_of(call, False) == problem
+        api._check_values(call, problem)
+        assert call.cu_seqlens is not None and call.z is not None
+        begins, lengths, rows = call.cu_seqlens.tolist(), call.lengths().tolist(), live_rows(call)
+        tokens_of = (call.x, call.dt, call.B, call.C, call.z)
+        used = [i for row, _, _ in rows for i in range(begins[row], begins[row + 1])]
+        assert all(t[0, used].isfinite().all() and t[0, begins[-1] :].isnan().all() for t in tokens_of)
+        if call.x.shape[1] == begins[-1]:
+            assert set(lengths) == {tokens}
+            full += 1
+            continue
+        for row, pnat, _ in rows:
+            by_length, by_longest = (ring.flushes(pnat, n, window) for n in (lengths[row], tokens))
+            seen.add((by_length, by_longest, lengths[row] == 0))
+    assert full >= 3, "dense calls in ragged form"
+    wanted = {(False, False, False), (False, True, True), (True, True, False)}
+    assert seen >= wanted | ({(False, True, False)} if tokens > 1 else set())
+
+
 def test_trials_of_a_problem_without_indices_and_of_one_that_is_not_compact() -> None:
     calls = list(selfcheck.trials(dataclasses.replace(SMALL, index_dtype=None), TileConfig(2, tail_rows=9)))
     assert {call.pad_slot_id for call in calls} == {-1, 0}
     assert all(call.x.shape[0] >= 9 + selfcheck.ROWS for call in calls)
+    ragged = dataclasses.replace(SMALL, compact=False, has_z=True, ragged=True)
+    for call in selfcheck.trials(ragged, TileConfig(2, tail_rows=3)):
+        assert plan.problem_of(call, False) == ragged and call.x.stride(2) == 2 * 64
     spread = dataclasses.replace(SMALL, compact=False, has_z=True)
     for call in selfcheck.trials(spread, PLAIN):
         assert plan.problem_of(call, False) == spread
@@ -148,7 +182,17 @@ def test_trials_of_a_problem_without_indices_and_of_one_that_is_not_compact() ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretended addresses must not reach a GPU")
 @pytest.mark.parametrize(
-    "change", [{}, {"compact": False, "has_z": True}, {"index_dtype": None}, {"pdl": True}], ids=str
+    "change",
+    [
+        {},
+        {"compact": False, "has_z": True},
+        {"index_dtype": None},
+        {"pdl": True},
+        {"ragged": True},
+        {"ragged": True, "compact": False, "has_z": True},
+        {"ragged": True, "index_dtype": None},
+    ],
+    ids=str,
 )
 def test_real_kernels_take_the_trials(change: dict[str, Any], tmp_path: Path) -> None:
     """What the kernel's own argument checks refuse would look like a crash: they must get as far as the driver."""
@@ -174,6 +218,16 @@ def test_every_known_fault_is_caught(fault: str | None, state: str, io: str) -> 
     assert verdict.outcome == ("failed" if fault else "passed"), verdict
 
 
+@pytest.mark.parametrize("fault,state,io", [(None, "f32", "bf16"), (None, "bf16", "f16"), *RAGGED_CASES])
+def test_every_known_fault_of_a_ragged_kernel_is_caught(fault: str | None, state: str, io: str) -> None:
+    problem = Problem(
+        heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=6, has_z=True, state_dtype=state, io_dtype=io,
+        dt_dtype=io, ragged=True,
+    )  # fmt: skip
+    verdict, _ = selfcheck._examine(problem, PLAIN, lambda *args: step(plan.call_of(problem, args), fault), CPU)
+    assert verdict.outcome == ("failed" if fault else "passed"), verdict
+
+
 @pytest.mark.parametrize(
     "config", [TileConfig(heads_per_cta=2, tail_rows=1), TileConfig(heads_per_cta=2, tail_rows=7)], ids=str
 )
@@ -191,12 +245,13 @@ def test_a_fault_of_one_part_of_the_grid_is_caught(config: TileConfig, part: str
 @pytest.mark.parametrize("index", [None, "i32", "i64"])
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("tail", [0, 1, 9])
-def test_a_right_kernel_passes(index: str | None, compact: bool, tail: int) -> None:
-    problem = dataclasses.replace(SMALL, index_dtype=index, compact=compact, has_z=compact)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_right_kernel_passes(index: str | None, compact: bool, tail: int, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, index_dtype=index, compact=compact, has_z=compact, ragged=ragged)
     config = TileConfig(heads_per_cta=2, tail_rows=tail)
 
     def kernel(*args: Any) -> None:
-        checkpointing_ssu_reference(**plan.as_call(args, True).kwargs())
+        checkpointing_ssu_reference(**plan.call_of(problem, args).kwargs())
 
     assert selfcheck._examine(problem, config, kernel, CPU) == (selfcheck.Verdict("passed"), False)
 
