@@ -125,10 +125,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The answer for one problem in one batch bucket: batches up to `batch` that no smaller bucket takes.
+    """The answer for one problem in one batch bucket: `batch` rows and those near it (`lookup` says how near).
 
     Attributes:
-        batch: rows, the bucket's upper end and what was timed.
+        batch: rows that were timed.
         config: the winner.
         time_us: its time for one step.
         bytes: bytes that the step moves (mean over the mix of flush and other rows).
