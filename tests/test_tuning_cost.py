@@ -135,7 +135,8 @@ def test_the_model_answers_to_what_it_knows() -> None:
     assert time_us(batch=256, shared_bytes=200_000) > 1.4 * time_us(batch=256)
     assert time_us(batch=256, stack_bytes=512) > time_us(batch=256)
     halved = dataclasses.replace(SUPER, state_dtype="bf16")
-    for config, measured in ((TileConfig(), 1.44), (TileConfig(4, 2), 1.60)):  # a head a CTA is short of issue slots too
+    # measured: 342 over 238 us, 340 over 213; with one head a CTA issue slots are short too
+    for config, measured in ((TileConfig(), 1.44), (TileConfig(4, 2), 1.60)):
         assert time_us(config, 256) / time_us(config, 256, problem=halved) == pytest.approx(measured, rel=0.05)
     # one row keeps few multiprocessors busy where each CTA takes all heads of a group
     assert time_us(TileConfig(16, 1), batch=1) > 2 * time_us(batch=1)
