@@ -93,6 +93,20 @@ def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -
     assert page.count("default kept") == 1
 
 
+def test_a_page_says_how_candidates_were_timed(tmp_path: Path) -> None:
+    new = results_of(cell())
+    before = {k: v for k, v in POLICY.to_json().items() if not k.startswith(("screen", "heat", "prune", "race_field"))}
+    old = dataclasses.replace(new, manifest=dataclasses.replace(new.manifest, policy=before))
+    pages = {}
+    for name, results in (("old", old), ("new", new)):
+        results.save(tmp_path / name / "x.results.json")
+        pages[name] = report.draw([tmp_path / name / "x.results.json"])[0][0].read_text()
+    race = "those within 5% of the fastest, at most 8 with the default, raced in 7 interleaved rounds of 3"
+    assert f"a candidate's time is the median of 9 replays; {race}" in pages["old"]
+    heat = "the fastest 24 and the default again in a heat of 2 interleaved rounds of 2"
+    assert f"every candidate timed alone, the median of 3 replays; {heat}; {race}" in pages["new"]
+
+
 def test_a_tie_is_no_lead() -> None:
     tie = dataclasses.replace(cell(), candidates=(Candidate(BEST, 10.0), Candidate(DEFAULT, 10.0)))
     assert plots.frame(results_of(tie))["default_kept"].tolist() == [""]

@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--retry-failed", action="store_true", help="try again what failed in an earlier sweep")
     sweep.add_argument("--no-peers", action="store_true", help="do not time other implementations beside")
     sweep.add_argument(
+        "--whole-grid", action="store_true", help="time every config, also those that the cost model thinks slow"
+    )
+    sweep.add_argument(
         "--repeat",
         type=int,
         default=1,
@@ -270,6 +273,7 @@ def _sweep(args: argparse.Namespace) -> int:
             retry=args.retry_failed,
             peers=not args.no_peers,
             repeats=args.repeat,
+            whole_grid=args.whole_grid,
             merge_into=args.merge_into,
             ranks=ranks,
             console=console,

@@ -7,9 +7,10 @@ import html
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -28,9 +29,10 @@ _CAPTIONS = {
     "configs": "Time over the fastest of the same batch, for the best configs.",
 }
 LEGEND = (
-    "a config, as in `h4 s2 p1 live c3 t8`: h = heads a CTA; s = stages; p = parts that a head's rows of P are split "
-    "into; live or whole = the rows of the ring that are read; c = CTAs a multiprocessor that the register cap leaves "
-    "room for (1: no cap); t = rows at the end cut into single heads",
+    "a config, as in `h4/2 s2 p1 r32 live c3 t8`: h = heads a CTA (/2: two at a time); s = stages; p = parts that a "
+    "head's rows of P are split into; r = rows of P a warp (none: 16); live or whole = the rows of the ring that are "
+    "read; c = CTAs a multiprocessor that the register cap leaves room for (1: no cap); t = batch rows at the end cut "
+    "into single heads",
     "a problem, as in `128x64x128/8 f32 T4 W16`: heads x head_dim x d_state / groups, dtype of the state, tokens a "
     "call, window",
 )
@@ -269,9 +271,12 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
         p = m.policy
         lines.append(
             f"CUDA-graph replay over slot sets in rotation (one touches at least {p['l2_factor']:g} times the L2); "
-            f"median of {p['replays']} replays; candidates within {p['race_within']:.0%} of the fastest, and the "
-            f"default, raced again in {p['race_rounds']} interleaved rounds of {p['race_replays']}."
+            f"{_rounds(p)}; those within {p['race_within']:.0%} of the fastest, at most {p.get('race_field', 8)} with "
+            f"the default, raced in {p['race_rounds']} interleaved rounds of {p['race_replays']}, and their medians "
+            f"decide."
         )
+        if "screen_replays" in p and any(peers_of(table)):
+            lines.append(f"Peers and floors: median of {p['replays']} replays each, after the race.")
         if p.get("ranks", 1) > 1:
             lines.append(f"{p['ranks']} GPUs shared the cells; every cell was measured on one of them alone.")
         lines.append("Numbers checked against the float64 reference before timing: padding rows, NaN in dead rows.")
@@ -292,6 +297,17 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
     versions = ", ".join(f"{k} {v}" for k, v in m.versions.items())
     lines.append(f"Versions: {versions}{f'; driver {m.driver}' if m.driver else ''}.")
     return lines
+
+
+def _rounds(policy: Mapping[str, Any]) -> str:
+    """How candidates were timed before the race; results from before there were heats say it too."""
+    if "heat_field" not in policy:
+        return f"a candidate's time is the median of {policy['replays']} replays"
+    return (
+        f"every candidate timed alone, the median of {policy['screen_replays']} replays; the fastest "
+        f"{policy['heat_field']} and the default again in a heat of {policy['heat_rounds']} interleaved rounds of "
+        f"{policy['heat_replays']}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ class Candidate:
         config: its tile config.
         time_us: microseconds a call; None if it failed.
         spread: (largest - smallest sample) / median; 0 where estimated.
-        stage: "raced", "first" (one measurement), "estimated" or "failed".
+        stage: the last round it came to, "first" (one brief measurement), "heat" or "raced"; else "estimated" or
+            "failed".
         reason: of a failure.
         facts: whatever else is known, JSON-like: registers, occupancy, what bounds it.
     """
@@ -67,9 +68,16 @@ class CellResult:
 
     @property
     def timed(self) -> list[Candidate]:
-        """Candidates that can win: the raced ones if there was a race, else all that have a time; fastest first."""
-        raced = [c for c in self.candidates if c.stage == "raced"]
-        return sorted(raced or [c for c in self.candidates if c.time_us is not None], key=lambda c: c.time_us or 0.0)
+        """Candidates that can win: those of the last round that was run; fastest first."""
+        stages = [[c for c in self.candidates if c.stage == stage] for stage in ("raced", "heat")]
+        known = next((found for found in stages if found), [c for c in self.candidates if c.time_us is not None])
+        return sorted(known, key=lambda c: c.time_us or 0.0)
+
+    @property
+    def compared(self) -> list[Candidate]:
+        """Candidates whose times may be compared closely: raced or of the heat, if there were; else all timed."""
+        close = [c for c in self.candidates if c.stage in ("raced", "heat")]
+        return close or [c for c in self.candidates if c.time_us is not None]
 
     def default_time(self) -> float | None:
         """The default config's time, or None if it has none."""

@@ -24,6 +24,7 @@ from .errors import SweepError, UsageError
 from .journal import Journal
 from .merging import conflict, merge
 from .plan import TuningPlan
+from .policy import Policy
 from .progress import Budget
 from .ranks import Ranks
 from .results import Results
@@ -47,6 +48,7 @@ def run(
     retry: bool = False,
     peers: bool = True,
     repeats: int = 1,
+    whole_grid: bool = False,
     merge_into: Path | None = None,
     ranks: Ranks | None = None,
     console: Console | None = None,
@@ -63,6 +65,7 @@ def run(
         peers: time other implementations beside, where installed.
         repeats: measure so many times with seeds of their own, each with the whole budget, and say how far they agree;
             the table is the first one's.
+        whole_grid: time also what the cost model thinks slow (see `Policy.prune`).
         merge_into: a table file that gets the cells too; what it has of others stays.
         ranks: this process among those that share the work (default: it is alone).
 
@@ -118,7 +121,8 @@ def run(
             if device is not None:
                 from .on_device import measure
 
-                repeated = measure(ctx, device, peers=peers, repeats=repeats)
+                policy = Policy(prune=0.0) if whole_grid else Policy()
+                repeated = measure(ctx, device, peers=peers, policy=policy, repeats=repeats)
                 found = repeated[:1]
             else:
                 from .on_paper import estimate
