@@ -161,6 +161,7 @@ class DeviceRunner:
         clean = calls.random_call(cell.problem, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
         for variant in variants:
             entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
+            entry["replays"] = variant.replays
             try:
                 if variant.replays:
                     error = self._errors(clean, variant.run)

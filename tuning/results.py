@@ -94,6 +94,11 @@ class CellResult:
             return default if default.time_us <= fastest.time_us * (1 + margin) else fastest
         return fastest
 
+    def peers_of_other_work(self) -> set[str]:
+        """Peers that do not replay: they move other bytes than a call must (the standard update writes every state)."""
+        named = {e["peer"] for e in self.peers if not e.get("replays", not e["peer"].endswith("-standard"))}
+        return named | {f"{peer} default" for peer in named}
+
     def best_peers(self) -> dict[str, float]:
         """Fastest time of each peer, and of its default variant ("<peer> default") where it has others."""
         timed = [e for e in self.peers if e.get("time_us") is not None]
