@@ -426,7 +426,7 @@ def test_a_report_has_every_number_beside_its_plot(small: plan.TuningPlan, fake:
         if line.startswith("!["):
             assert (tmp_path / line.split("](")[1].rstrip(")")).is_file()
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 10
+    assert page.count("data:image/png;base64,") == 20  # two GPUs, five plots, on light and dark paper
     assert "://" not in page  # self-contained
 
 
