@@ -191,7 +191,7 @@ def default_sm100_configs(problem: Problem, target: Target) -> list[Sm100Config]
 
 
 def preferred(problem: Problem, batch: int, target: Target) -> Sm100Config | None:
-    """The config of this kernel that should serve, if it is asked for and passes its self-check; else None."""
+    """This kernel's config for `batch` rows where it is asked for and there is one; it must still be self-checked."""
     configs = default_sm100_configs(problem, target) if asked_for() else []
     if not configs:
         return None
