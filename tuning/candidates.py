@@ -124,6 +124,9 @@ def _compile(
                 compiler.compile_many(todo, ctx.workers, finished)
         except _OutOfTime:
             pass
+        except KeyboardInterrupt:  # a compile process, which gets the terminal's Ctrl-C too
+            if not ctx.budget.ended:
+                raise
     return results
 
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from replayssm_cute import dtypes
 
-from . import listing
+from . import archive, listing
 from . import plan as plans
-from .errors import UsageError
+from .errors import Interrupted, UsageError
 from .ranks import RankLost, Ranks
 
 DEFAULT_OUT = Path("reports") / "tune"
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--budget", type=_duration, help="time to compile and measure, such as 120s or 4m")
     sweep.add_argument("--batches", type=_sizes, metavar="N,M", help="batch buckets instead of the plan's")
     sweep.add_argument("--out", type=Path, help=f"folder of the results (default {DEFAULT_OUT}/<plan>)")
+    _archive_argument(sweep)
     sweep.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
     sweep.add_argument("--retry-failed", action="store_true", help="try again what failed in an earlier sweep")
     sweep.add_argument("--no-peers", action="store_true", help="do not time other implementations beside")
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("--budget", type=_duration, help="time to measure, such as 120s or 8m; what it does not reach "
         "is left out")  # fmt: skip
     beside.add_argument("--out", type=Path, help=f"folder of the results (default {PEERS_OUT}/<plan>)")
+    _archive_argument(beside)
     beside.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     beside.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
     beside.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
@@ -144,6 +146,15 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain-plan", help="what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)
     return parser
+
+
+def _archive_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--archive",
+        type=Path,
+        metavar="FILE.tar.gz",
+        help="pack the folder of the results into one file at the end, journals and logs too, also after a failure",
+    )
 
 
 def _plan_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -185,6 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except Interrupted as e:
+        print(f"interrupted: {e}; the same command goes on from there", file=sys.stderr)
+        return 130
     except KeyboardInterrupt:
         if args.command == "peers":
             print("interrupted; cells that were done are in the results", file=sys.stderr)
@@ -213,6 +227,8 @@ def _peers(args: argparse.Namespace) -> int:
         raise UsageError(f"--evolve: got {args.evolve}, expected a number of steps, or 0")
     if args.workers is not None and args.workers < 1:
         raise UsageError(f"--workers: got {args.workers}, expected at least 1")
+    if args.archive is not None:
+        archive.check_name(args.archive)
     plan = _plan(args)
     device = _gpu(args.device)
     out = args.out or PEERS_OUT / plan.name
@@ -221,11 +237,14 @@ def _peers(args: argparse.Namespace) -> int:
         found = bench.run(
             plan, out, device=device, budget_s=args.budget, options=options, workers=args.workers, console=console
         )
+        bench_report.show(found, console)
+        return _say_files(console, [out / bench.RESULTS, *bench_report.write(found, out)])
     except SweepError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    bench_report.show(found, console)
-    return _say_files(console, [out / bench.RESULTS, *bench_report.write(found, out)])
+    finally:
+        if args.archive is not None and out.is_dir():
+            _pack(console, out, args.archive)
 
 
 def _say_files(console: Console, files: list[Path]) -> int:
@@ -258,14 +277,17 @@ def _sweep(args: argparse.Namespace) -> int:
     for name in ("workers", "repeat"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name}: got {getattr(args, name)}, expected at least 1")
+    if args.archive is not None:
+        archive.check_name(args.archive)
     device = _device(args, ranks)
     console = Console(quiet=not ranks.first)
     if device is None and not (args.estimate or args.targets):
         console.print("no CUDA GPU found: estimating", highlight=False, soft_wrap=True)
+    out = args.out or DEFAULT_OUT / plan.name
     try:
         run(
             plan,
-            args.out or DEFAULT_OUT / plan.name,
+            out,
             target_names=args.targets,
             device=device,
             budget_s=args.budget,
@@ -285,7 +307,15 @@ def _sweep(args: argparse.Namespace) -> int:
         if ranks.first:
             print(f"error: {e}", file=sys.stderr)
         return 1
+    finally:  # also of a sweep that failed: its journals are what the next one starts from
+        if args.archive is not None and ranks.first and out.is_dir():
+            _pack(console, out, args.archive)
     return 0
+
+
+def _pack(console: Console, out: Path, path: Path) -> None:
+    count = archive.pack(out, path)
+    console.print(f"archive {path}: {count} files of {out}", highlight=False, soft_wrap=True)
 
 
 def _device(args: argparse.Namespace, ranks: Ranks) -> int | None:

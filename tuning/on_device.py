@@ -43,7 +43,9 @@ def measure(ctx: Context, device: int, *, peers: bool, policy: Policy | None = N
     for number in range(repeats):
         seeded = dataclasses.replace(policy, seed=policy.seed + number)
         if number:
-            ctx = dataclasses.replace(ctx, budget=Budget(ctx.budget.seconds))
+            if ctx.budget.ended:
+                break
+            ctx.budget.restart()
             ctx.console.print(f"repeat {number + 1} of {repeats}, seed {seeded.seed}", highlight=False, soft_wrap=True)
         with Worker(DeviceRunner, (device, seeded.to_json()), log=log, startup_s=_STARTUP_S) as worker:
             session = Session(ctx, worker, seeded, device)

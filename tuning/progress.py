@@ -17,7 +17,16 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.ended = False
         self._start = time.monotonic()
+
+    def restart(self) -> None:
+        """Count from now on again; what has been ended stays so."""
+        self._start = time.monotonic()
+
+    def end(self) -> None:
+        """Leave nothing."""
+        self.ended = True
 
     @property
     def spent(self) -> float:
@@ -27,7 +36,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds left, not below 0."""
-        return max(0.0, self.seconds - self.spent)
+        return 0.0 if self.ended else max(0.0, self.seconds - self.spent)
 
 
 class _BudgetLeft(ProgressColumn):

@@ -7,6 +7,7 @@ decides and writes (see `ranks`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -19,8 +20,9 @@ from rich.console import Console
 from replayssm_cute import fingerprint, tables
 from replayssm_cute import target as targets
 
+from . import interrupt
 from .context import Context
-from .errors import SweepError, UsageError
+from .errors import Interrupted, SweepError, UsageError
 from .journal import Journal
 from .merging import conflict, merge
 from .plan import TuningPlan
@@ -73,6 +75,7 @@ def run(
         The tables written.
 
     Raises:
+        Interrupted: after Ctrl-C, when what there was has been written.
         UsageError: if an estimate is to be repeated, or tables of several targets merged into one file.
         SweepError: if nothing came of it.
         OSError: if `out` cannot be written.
@@ -118,18 +121,27 @@ def run(
                 retry=retry,
                 ranks=ranks,
             )
-            if device is not None:
-                from .on_device import measure
+            # torchrun ends its processes itself
+            with contextlib.nullcontext() if ranks.several else interrupt.ends(ctx.budget):
+                try:
+                    if device is not None:
+                        from .on_device import measure
 
-                policy = Policy(prune=0.0) if whole_grid else Policy()
-                repeated = measure(ctx, device, peers=peers, policy=policy, repeats=repeats)
-                found = repeated[:1]
-            else:
-                from .on_paper import estimate
+                        policy = Policy(prune=0.0) if whole_grid else Policy()
+                        repeated = measure(ctx, device, peers=peers, policy=policy, repeats=repeats)
+                        found = repeated[:1]
+                    else:
+                        from .on_paper import estimate
 
-                repeated = []
-                found = estimate(ctx, chosen)
-            return ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
+                        repeated, found = [], estimate(ctx, chosen)
+                    paths = ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
+                except SweepError as e:
+                    if ctx.budget.ended:
+                        raise Interrupted(f"no table was written: {e}") from e
+                    raise
+            if ctx.budget.ended:
+                raise Interrupted(f"{', '.join(map(str, paths))} has what was done")
+            return paths
 
 
 def _write_all(
