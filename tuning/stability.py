@@ -113,7 +113,7 @@ class Stability:
                 for c in data["cells"]
             )
             return cls(**{**data, "cells": cells})
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"{path}: no stability of a sweep ({type(e).__name__}: {e})") from e
 
 

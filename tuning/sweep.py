@@ -16,6 +16,7 @@ from typing import Any
 
 import filelock
 from rich.console import Console
+from rich.markup import escape
 
 from replayssm_cute import fingerprint, tables
 from replayssm_cute import target as targets
@@ -106,7 +107,7 @@ def run(
         ranks.gather("reading the journals", read)  # no rank writes while another one still reads
         with opened[0] as journal:
             for damage in journal.damaged:
-                console.print(damage, highlight=False, soft_wrap=True)
+                console.print(damage, highlight=False, markup=False, soft_wrap=True)
             if len(journal):
                 console.print(
                     f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed", soft_wrap=True
@@ -140,7 +141,7 @@ def run(
                         raise Interrupted(f"no table was written: {e}") from e
                     raise
             if ctx.budget.ended:
-                raise Interrupted(f"{', '.join(map(str, paths))} has what was done")
+                raise Interrupted(f"{', '.join(map(str, paths))} has what was done", paths)
             return paths
 
 
@@ -217,7 +218,8 @@ def write(results: Results, out: Path, console: Console) -> Path:
         results.save(out / f"{name}{RESULTS_SUFFIX}")
         manifest = results.manifest
         for note in results.notes:
-            console.print(f"[yellow]note[/] {manifest.gpu_name}: {note}", highlight=False, soft_wrap=True)
+            said = escape(f"{manifest.gpu_name}: {note}")
+            console.print(f"[yellow]note[/] {said}", highlight=False, soft_wrap=True)
         try:
             fresh.table()
         except ValueError as e:
