@@ -1,4 +1,4 @@
-"""Progress that a person can follow: a bar with the budget left on a terminal, elsewhere lines on stderr, few enough."""
+"""Progress that a person can follow: on a terminal a bar with the budget left, elsewhere some lines on stderr."""
 
 from __future__ import annotations
 
