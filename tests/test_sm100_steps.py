@@ -165,6 +165,18 @@ SLIPS = {
         "",
         "released",
     ),
+    "dependents before the allocation": (
+        "step",
+        "griddepcontrol_wait()\n            c_words =",
+        "griddepcontrol_wait()\n                cute.arch.griddepcontrol_launch_dependents()\n            c_words =",
+        "allocated when dependents may hold",
+    ),
+    "no wait for the predecessor": (
+        "step",
+        "                cute.arch.griddepcontrol_wait()\n            c_words =",
+        "                pass\n            c_words =",
+        "still be writing",
+    ),
     "tensor memory never freed": ("step", "                release(base, tensor.columns)\n", "", "allocated"),
     "tensor memory of padding rows": (
         "step",
@@ -204,6 +216,7 @@ SLIPS = {
     "x without its barrier": ("tokens", "wanted = position < pnat", "wanted = position <= pnat", "x_cache"),
 }
 OF_BF16 = {"C of f16 for bf16"}
+BEHIND_ANOTHER = {"dependents before the allocation", "no wait for the predecessor"}
 LONG = {"tokens of the next tile"}
 
 
@@ -212,6 +225,8 @@ def test_slips_are_seen(slip: str) -> None:
     module, text, wrong, said = SLIPS[slip]
     where = module if module == "tokens" else f"sm100/{module}"
     problem = dataclasses.replace(BASE, heads=8, groups=1, tokens=12 if slip in LONG else 4)
+    if slip in BEHIND_ANOTHER:
+        problem = dataclasses.replace(problem, pdl=True)
     if slip in OF_BF16:
         problem = dataclasses.replace(problem, state_dtype="bf16")
     # The only turn's own code, or that of turns that take each other's stages.

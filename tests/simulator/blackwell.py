@@ -97,10 +97,15 @@ def _copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Pointer) -> None:
     barrier.pending.append(land)
 
 
+def _let_dependents_start() -> None:
+    NOW.cta.tensor.wanted_by_others = True
+
+
 arch = SimpleNamespace(
     **vars(dsl.arch)
     | {
         "elect_one": _elect_one,
+        "griddepcontrol_launch_dependents": _let_dependents_start,
         "mbarrier_init": _init,
         "mbarrier_arrive": _arrive,
         "mbarrier_arrive_and_expect_tx": _expect,

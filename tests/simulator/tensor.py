@@ -47,6 +47,7 @@ class TensorMemory:
         self.read_clock = np.zeros(8, np.int64)
         self.reads = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), np.int32)
         self.started: list[Mma] = []
+        self.wanted_by_others = False  # dependents may be there, hold columns, and wait for this grid
 
     def check(self, column: int, count: int) -> None:
         inside = self.base <= column and column + count <= self.base + self.columns
@@ -81,6 +82,7 @@ def allocate(to: Any, columns: int) -> None:
     NOW.warp.converged("an allocation")
     memory = NOW.cta.tensor
     assert memory.base < 0, "allocated twice"
+    assert not memory.wanted_by_others, "allocated when dependents may hold what is left"
     assert 32 <= columns <= TENSOR_COLUMNS and columns & (columns - 1) == 0, columns
     memory.base, memory.columns = 0 if columns == TENSOR_COLUMNS else 32 * (NOW.cta.block % 4), columns
     assert memory.base + columns <= TENSOR_COLUMNS

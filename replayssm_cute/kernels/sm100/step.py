@@ -200,7 +200,8 @@ class Sm100StepKernel(StepKernel):
                 allocate(address + tensor.base, tensor.columns)
                 if cutlass.const_expr(refill):
                     flush = Boolean(flushes(Int32(pnat_of[slot]), p.tokens, p.window))
-            # Nothing that this warp reads is written by the predecessor; it waits because all warps of a CTA do.
+            # Dependents may start once every CTA has its tensor memory: one that held what is left of it, and waited
+            # for this grid, would never be served. So this warp alone lets them, after its allocation.
             if cutlass.const_expr(p.pdl):
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
@@ -237,7 +238,6 @@ class Sm100StepKernel(StepKernel):
                 if live:
                     start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
                 cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
             c_words = self.readout_c.load(c, row, group)
             scan_new = self.decay.load_new(dt, a, dt_bias, d, row, scan_head, lane)
             for stage in cutlass.range_constexpr(shared.input_stages):
