@@ -269,8 +269,12 @@ class Explanation:
                 f"  {verb}: {cell.time_us:.1f} us at batch {cell.batch}, {cell.gb_s:.0f} GB/s, "
                 f"{100 * cell.limit_fraction:.0f}% of the read limit"
             )
-            if cell.runner_up is not None and cell.margin is not None:
-                lines.append(f"  next:   {cell.runner_up.label()}, {100 * cell.margin:.1f}% slower")
+            if cell.runner_up is not None and (slower := cell.runner_up_slower) is not None:
+                kept = " but not by enough to replace the default rule's config" if slower < 0 else ""
+                lines.append(
+                    f"  next:   {cell.runner_up.label()}, {100 * abs(slower):.1f}% "
+                    f"{'faster' if slower < 0 else 'slower'}{kept}"
+                )
             if cell.default_us is not None:
                 lines.append(f"  default rule's config: {cell.default_us:.1f} us")
             lines += [f"  {name}: {us:.1f} us" for name, us in sorted(cell.peers.items())]

@@ -31,6 +31,7 @@ from . import fingerprint, kernel_files, resources
 from .config import TileConfig
 from .kernel_files import Entry, cache_dir
 from .problem import Problem
+from .sm100 import Sm100Config
 from .target import Target
 
 log = logging.getLogger("replayssm_cute")
@@ -124,7 +125,8 @@ class StepRecipe:
 
     def sources(self) -> str:
         """See `Recipe`."""
-        return fingerprint.kernels()
+        shared = fingerprint.kernels()
+        return shared + fingerprint.kernels("sm100") if isinstance(self.config, Sm100Config) else shared
 
     def shared_bytes(self) -> int:
         """See `Recipe`."""
@@ -173,7 +175,12 @@ def _directory(recipe: Recipe, arch: str, root: Path | None = None) -> Path:
 
 
 def _build(problem: Problem, config: TileConfig, arch: str) -> Any:
-    from .kernels.step import compile_step  # imports the DSL: about a second, so only when something is compiled
+    # Importing the DSL takes about a second, so that it is done only when something is compiled.
+    if isinstance(config, Sm100Config):
+        from .kernels.sm100.step import compile_sm100_step
+
+        return compile_sm100_step(problem, config, arch)
+    from .kernels.step import compile_step
 
     return compile_step(problem, config, arch)
 

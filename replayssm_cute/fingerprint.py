@@ -17,6 +17,7 @@ _PACKAGE = Path(__file__).resolve().parent
 # What shapes the generated code of each group of kernels: its own folder, and sources elsewhere.
 _GROUPS = {
     "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py")),
+    "sm100": ("kernels/sm100", ("sm100.py",)),
     "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py")),
 }
 _DSL_WHEELS = (
@@ -65,7 +66,8 @@ def of_sources(sources: Mapping[str, bytes]) -> str:
 def kernel_sources(group: str = "step") -> dict[str, bytes]:
     """The sources that shape a group's generated code, by path relative to the package, with forward slashes.
 
-    Groups: "step", the kernels of a decode step, which tuned tables are measured with; "cache", those between steps.
+    Groups: "step", the kernels of a decode step, which tuned tables are measured with; "sm100", what the Blackwell
+    step kernel adds to them; "cache", those between steps.
     """
     folder, others = _GROUPS[group]
     paths = [_PACKAGE / name for name in others] + sorted((_PACKAGE / folder).glob("*.py"))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, packing, selfcheck, tables
+from . import calls, compiler, dtypes, packing, selfcheck, sm100, tables
 from .config import TileConfig
 from .problem import Problem, from_tensors, packed_wide
 from .target import Target, of_device
@@ -429,10 +429,16 @@ def make(problem: Problem, batch: int, device: int, config: TileConfig | None = 
 def eligible(problem: Problem, batch: int, choice: tables.Choice, device: int) -> tables.Choice:
     """`choice`, or what serves in its place where its kernel failed its self-check on the device.
 
+    Where the Blackwell kernel is asked for (`sm100.asked_for`) and passes, it goes before.
+
     Raises:
         RuntimeError: if no kernel is left; during a capture, if one that has to be asked is not on the device yet.
     """
-    others = selfcheck.substitutes(problem, batch, device_target(device))
+    target = device_target(device)
+    blackwell = _blackwell(problem, batch, target)
+    if blackwell is not None and _ready(problem, blackwell, device, batch):
+        return _asked_for(blackwell)
+    others = selfcheck.substitutes(problem, batch, target)
     for config in (choice.config, *others):
         if _ready(problem, config, device, batch):
             return _in_place_of(choice, config)
@@ -441,10 +447,24 @@ def eligible(problem: Problem, batch: int, choice: tables.Choice, device: int) -
 
 def expected(problem: Problem, batch: int, choice: tables.Choice, device: int) -> tables.Choice:
     """`choice`, or what stands in for it as far as this process knows; runs nothing."""
-    for config in (choice.config, *selfcheck.substitutes(problem, batch, device_target(device))):
+    target = device_target(device)
+    blackwell = _blackwell(problem, batch, target)
+    if blackwell is not None and not selfcheck.excluded(problem, blackwell, device):
+        return _asked_for(blackwell)
+    for config in (choice.config, *selfcheck.substitutes(problem, batch, target)):
         if not selfcheck.excluded(problem, config, device):
             return _in_place_of(choice, config)
     return choice
+
+
+def _blackwell(problem: Problem, batch: int, target: Target) -> sm100.Sm100Config | None:
+    """The config of the Blackwell kernel that goes first if it passes its self-check; None where there is none."""
+    config = sm100.preferred(problem, batch, target)
+    return config if config is not None and selfcheck.enabled() else None
+
+
+def _asked_for(config: sm100.Sm100Config) -> tables.Choice:
+    return tables.Choice(config, "forced", "the sm100 kernel, asked for by REPLAYSSM_SM100=1")
 
 
 def _in_place_of(choice: tables.Choice, config: TileConfig) -> tables.Choice:
@@ -474,7 +494,10 @@ def prepare(problem: Problem, device: int) -> None:
         return
     with _lock:
         if (problem, device) not in _prepared:
-            failed = [c for c in tables.candidates(problem, device_target(device)) if not touch(problem, c, device)]
+            target = device_target(device)
+            for config in sm100.default_sm100_configs(problem, target) if sm100.asked_for() else []:
+                touch(problem, config, device)
+            failed = [c for c in tables.candidates(problem, target) if not touch(problem, c, device)]
             for batch in (1, 1 << 16) if failed else ():  # either end of the default rule
                 eligible(problem, batch, tables.Choice(failed[0], "default", ""), device)
             _prepared.add((problem, device))

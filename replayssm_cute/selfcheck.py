@@ -5,7 +5,8 @@ GPU, also for those that kernels were developed on: once per kernel, GPU name, c
 The verdict lies beside the compiled kernel in the compile cache; another GPU, driver, kernel or check has no verdict
 there yet. A kernel that fails is left out with one warning, and `plan` takes the next of `substitutes`.
 
-REPLAYSSM_SELFCHECK=0 switches all of this off, for people who profile.
+REPLAYSSM_SELFCHECK=0 switches all of this off, for people who profile. The Blackwell kernel (`sm100`), which has run
+on no GPU yet, then does not serve.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from . import compare, compiler, fingerprint
 from .calls import Call, random_call
 from .config import P_TILE, RINGS, TileConfig, default_config, default_configs
 from .problem import Problem
+from .sm100 import Sm100Config
 from .target import Target
 
 log = logging.getLogger("replayssm_cute")
@@ -112,7 +114,7 @@ def passed(problem: Problem, config: TileConfig, index: int) -> bool:
             down with it.
     """
     if not enabled():
-        return True
+        return not isinstance(config, Sm100Config)
     return _verdict(problem, config, index).outcome == "passed"
 
 
@@ -134,6 +136,8 @@ def refusal(problem: Problem, configs: list[TileConfig], index: int) -> RuntimeE
     """The error of a call that no kernel may serve: each of `configs` has failed."""
     found = {config: _verdicts.get((problem, config, index)) for config in configs}
     reasons = "; ".join(f"config {c.label()} {v.outcome}: {v.detail}" for c, v in found.items() if v)
+    if not enabled():
+        reasons = "REPLAYSSM_SELFCHECK=0, and the sm100 kernel does not serve without one"
     return RuntimeError(
         f"no kernel for problem {problem.label()} has passed its self-check on {gpu(index)}: {reasons}. "
         f"Tensors on the CPU run the reference."

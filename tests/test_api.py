@@ -258,6 +258,26 @@ def test_explain_names_table_runner_up_and_peers(cpu_as_gpu: None, tmp_path: Pat
     assert "estimated" not in text
 
 
+@pytest.mark.parametrize(
+    ("runner_up_us", "said"),
+    [
+        (10.5, "5.0% slower\n"),
+        (9.9, "1.0% faster but not by enough to replace the default rule's config"),
+        (None, "0.0% slower"),
+    ],
+)
+def test_explain_says_that_a_default_was_kept_though_the_next_is_faster(
+    cpu_as_gpu: None, tmp_path: Path, runner_up_us: float | None, said: str
+) -> None:
+    path = tmp_path / "mine.json"
+    kept = cell(
+        16, TileConfig(), runner_up=TileConfig(head_split=2), runner_up_us=runner_up_us, margin=0.0, default_us=10.0
+    )
+    tables.write(path, table({SMALL: [kept]}))
+    text = str(replayssm_cute.explain(problem=SMALL, batch=16, target=H200, table_paths=[path]))
+    assert said in text
+
+
 def test_explain_says_estimated(cpu_as_gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     tables.write(path, table({SMALL: [cell(16, TileConfig())]}, provenance="estimated"))

@@ -30,6 +30,8 @@ def test_the_files_exist() -> None:
     layout = README[README.index("## Layout") :]
     for path in re.findall(r"(?<![\w/])([a-z_]+\.py)\b", layout):
         assert (ROOT / "replayssm_cute" / path).exists(), path
+    for path in re.findall(r"(?<![\w/])((?:[a-z_]+/)+[a-z_]+\.py)\b", layout):
+        assert any((base / path).is_file() for base in (ROOT, ROOT / "replayssm_cute")), path
     made = {"reports/"}  # by make tune; absent from a clone as long as no report is committed
     for folder in set(re.findall(r"(?<![\w/])((?:[a-z_]+/)+)(?=\W)", layout)) - made:
         assert any((base / folder).is_dir() for base in (ROOT, ROOT / "replayssm_cute")), folder

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,10 +263,9 @@ def test_failing_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_shipped_tables_are_valid_and_decide_every_one_of_their_cells() -> None:
-    """Also that their kernels are those in the tree: a table of other kernels is not used."""
-    assert tables.shipped()
-    for path in tables.shipped():
+def check_shipped() -> None:
+    """Shipped tables, however many, are valid and decide each of their cells; a table of other kernels is not used."""
+    for path in tables.files.shipped():
         found = tables.read(path)
         assert found.manifest.provenance == "measured"
         assert found.manifest.kernel_fingerprint == fingerprint.kernels()
@@ -279,16 +278,54 @@ def test_shipped_tables_are_valid_and_decide_every_one_of_their_cells() -> None:
                 assert (choice.source, choice.table, choice.cell) == ("table", f"shipped {path.name}", c)
 
 
-def test_explain_says_that_a_shipped_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Table], None]]:
+    """Lets a table be shipped beside those of the package, as `made.json`."""
     monkeypatch.delenv("REPLAYSSM_TABLES", raising=False)
-    tables.forget()
-    try:
-        for tokens, batch in ((4, 64), (1, 16)):
-            found = explain(problem=dataclasses.replace(WIDE, tokens=tokens), batch=batch, target="h200")
-            assert f"measured table for this problem, bucket {batch}" in str(found)
-            assert "shipped nvidia-h200-nemotron3-super-f32.json" in str(found)
-    finally:
+    in_the_tree = tables.shipped()
+
+    def put(given: Table) -> None:
+        tables.write(tmp_path / "made.json", given)
+        monkeypatch.setattr(tables.files, "shipped", lambda: [tmp_path / "made.json", *in_the_tree])
         tables.forget()
+
+    yield put
+    monkeypatch.undo()
+    tables.forget()
+
+
+def test_shipped_tables_are_valid_and_decide_every_one_of_their_cells() -> None:
+    check_shipped()
+
+
+# So many heads a group that no table in the tree has a cell that answers, however near.
+LONE = dataclasses.replace(WIDE, heads=1024, groups=8)
+
+
+def test_what_may_be_shipped(ship: Callable[[Table], None]) -> None:
+    ship(table({LONE: [cell(1, SPLIT), cell(64, TWO)]}))
+    check_shipped()
+    for bad in (
+        table({LONE: [cell(64, TWO)]}, provenance="estimated"),
+        table({LONE: [cell(64, TWO)]}, kernel_fingerprint="0" * 64),
+        table({LONE: [cell(64, TileConfig(3))]}),  # does not divide a group's heads
+        table({LONE: [cell(64, TWO)]}, gpu_name="NVIDIA H100 80GB HBM3"),  # serves no target that has a name
+    ):
+        ship(bad)
+        with pytest.raises(AssertionError):
+            check_shipped()
+
+
+def test_explain_says_that_a_shipped_table_decides(ship: Callable[[Table], None]) -> None:
+    one = dataclasses.replace(LONE, tokens=1)
+    rule = str(explain(problem=LONE, batch=64, target="h200"))
+    assert "default rule" in rule and TWO.label() not in rule
+    ship(table({LONE: [cell(64, TWO)], one: [cell(16, SPLIT)]}))
+    for problem, batch, config in ((LONE, 64, TWO), (one, 16, SPLIT)):
+        found = explain(problem=problem, batch=batch, target="h200")
+        assert found.config == config
+        assert f"measured table for this problem, bucket {batch}" in str(found)
+        assert "shipped made.json" in str(found)
 
 
 # ---- look-up ---------------------------------------------------------------------------------------
@@ -298,11 +335,22 @@ def lookup(*given: Table, target: Target = H200) -> Tables:
     return Tables(target, tuple((f"t{i}", t) for i, t in enumerate(given)))
 
 
-@pytest.mark.parametrize(("batch", "config", "bucket"), [(1, SPLIT, 1), (16, FOUR, 64), (63, FOUR, 64), (64, FOUR, 64)])
-def test_exact_problem_takes_the_bucket_at_or_above(batch: int, config: TileConfig, bucket: int) -> None:
-    choice = lookup(FULL).choose(WIDE, batch)
-    assert (choice.source, choice.config, choice.provenance, choice.table) == ("table", config, "measured", "t0")
+@pytest.mark.parametrize(
+    ("batch", "bucket"), [(1, 1), (16, 16), (17, 16), (31, 16), (32, 64), (63, 64), (64, 64), (65, 128), (128, 128)]
+)
+def test_exact_problem_takes_the_bucket_at_or_above_within_twice_the_batch_else_the_nearest(
+    batch: int, bucket: int
+) -> None:
+    found = lookup(table({WIDE: [cell(1, SPLIT), cell(16, ONE), cell(64, FOUR), cell(128, TWO)]}))
+    choice = found.choose(WIDE, batch)
+    assert (choice.source, choice.provenance, choice.table) == ("table", "measured", "t0")
     assert choice.cell is not None and choice.cell.batch == bucket
+    assert choice.config == {1: SPLIT, 16: ONE, 64: FOUR, 128: TWO}[bucket]
+
+
+def test_between_two_buckets_that_are_both_within_reach_a_tie_goes_up() -> None:
+    found = lookup(table({WIDE: [cell(4, ONE), cell(36, FOUR)]}))  # 12 is three times the one, a third of the other
+    assert [found.choose(WIDE, b).config for b in (11, 12, 13)] == [ONE, FOUR, FOUR]
 
 
 def test_above_the_last_bucket_the_problems_own_last_cell_is_nearest() -> None:
@@ -313,7 +361,7 @@ def test_above_the_last_bucket_the_problems_own_last_cell_is_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "source"),
-    [(2, "nearest"), (4, "nearest"), (5, "default"), (15, "default"), (16, "table"), (257, "default")],
+    [(2, "table"), (4, "table"), (5, "default"), (15, "default"), (16, "table"), (257, "default")],
 )
 def test_a_cell_answers_only_near_its_own_batch(batch: int, source: str) -> None:
     """Buckets 1 and 64: between 4 and 16, and above 256, neither says anything, and the default rule knows better."""
@@ -346,8 +394,9 @@ def test_nearest_is_by_batch_times_heads_then_tokens_then_window_then_the_rest()
     assert lookup(table({half: [cell(64, TWO)], t3: [cell(16, ONE)]})).choose(WIDE, 32).config == TWO
     assert lookup(table({t3: [cell(32, TWO)], w15: [cell(32, ONE)]})).choose(WIDE, 32).config == ONE
     assert lookup(table({w15: [cell(32, TWO)], with_z: [cell(32, ONE)]})).choose(WIDE, 32).config == ONE
-    # buckets are taken at or above, as for an exact problem
-    assert lookup(table({with_z: [cell(16, TWO), cell(64, FOUR)]})).choose(WIDE, 20).config == FOUR
+    # of one problem, the bucket that would answer for itself
+    both = lookup(table({with_z: [cell(16, TWO), cell(64, FOUR)]}))
+    assert [both.choose(WIDE, batch).config for batch in (20, 31, 32, 40)] == [TWO, TWO, FOUR, FOUR]
 
 
 @pytest.mark.parametrize(
@@ -379,6 +428,10 @@ def test_candidates_are_all_answers_up_to_batch_256() -> None:
     found = lookup(table({WIDE: [cell(1, SPLIT), cell(7, TWO)], dataclasses.replace(WIDE, tokens=3): [cell(300, ONE)]}))
     answers = {found.choose(WIDE, b).config for b in range(1, 1500)}
     assert answers <= set(found.candidates(WIDE))
+    # between two buckets above the grid's fine part, one batch alone may go to another cell
+    far = lookup(table({WIDE: [cell(1000, SPLIT), cell(2003, TWO)], SMALL: [cell(8, ONE)]}))
+    assert far.choose(WIDE, 1001).config == SPLIT and far.choose(WIDE, 1002).config == TWO
+    assert {SPLIT, TWO} <= set(far.candidates(WIDE))
     assert {SPLIT, TWO, ONE} <= set(found.candidates(WIDE))
     default = {default_config(SMALL, H200, b) for b in (1, 10, 100, 1000, 10_000)}
     assert default <= set(lookup().candidates(SMALL))

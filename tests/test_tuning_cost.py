@@ -42,14 +42,39 @@ def test_what_no_batch_wants_is_tried_last() -> None:
     batches = (1, 4, 16, 64, 256)
     order = candidates.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, batches)
     place = {c: i / len(order) for i, c in enumerate(order)}
-    # measured at batch 64: 87 us, 89, 87 and, the hopeless, 120, 194
-    good = [TileConfig(4, 2, ctas_per_sm=3, tail_rows=8), TileConfig(), TileConfig(4, 2, tail_rows=8)]
-    assert max(place[c] for c in good) < 0.25
-    assert min(place[c] for c in order if c.head_split == 4 and c.stages == 8) > 0.5
-    assert min(place[c] for c in order if c.ctas_per_sm >= 12 and c.heads_per_cta >= 8) > 0.5
-    # and families keep taking turns: the first thirty are of many
-    families = {(c.heads_per_cta, c.head_split, c.ring, c.ctas_per_sm > 1, c.tail_rows > 0) for c in order[:30]}
-    assert len(families) > 15
+    assert max(place[c] for c in (TileConfig(4, 1, tail_rows=8), TileConfig(4, 2), TileConfig(ring="whole"))) < 0.25
+    hopeless = {
+        "eight stages or more": [c for c in order if c.stages >= 8],
+        "CTAs of one warp with four states in flight": [c for c in order if c.head_split == 4 and c.stages >= 4],
+    }
+    for name, found in hopeless.items():
+        assert len(found) > 20, name
+        assert min(place[c] for c in found) > 0.5, name
+    # and families keep taking turns: the first thirty are of many, and early ones know every way to tile a head
+    families = {
+        (c.heads_per_cta, c.head_split, c.parallel_heads, c.tiles_per_warp, c.ring, c.ctas_per_sm > 1, c.tail_rows > 0)
+        for c in order[:30]
+    }
+    assert len(families) > 20
+    early = order[: len(order) // 8]
+    assert {c.tiles_per_warp for c in early} == {1, 2, 4} and {c.parallel_heads for c in early} == {1, 2}
+
+
+def test_what_was_measured_fast_is_tried_before_what_was_slow() -> None:
+    """The order before a measurement, against a sweep that has measured (earlier kernels, but the same configs)."""
+    timings, _ = fit.read([Path(__file__).parent.parent / "reports" / "h200" / "sweep" / "journal.jsonl"], H200)
+    over: dict[TileConfig, dict[int, float]] = {}  # time over the fastest, by batch
+    for cell in fit.cells([t for t in timings if t.problem.tokens == SUPER.tokens]).values():
+        fastest = min(t.time_us for t in cell)
+        for t in cell:
+            over.setdefault(t.config, {})[t.batch] = t.time_us / fastest
+    order = candidates.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, (1, 4, 16, 64, 256))
+    place = {c: i / len(order) for i, c in enumerate(order)}
+    known = {c: min(t.values()) for c, t in over.items() if c in place and {16, 64, 256} <= set(t)}
+    fast = [place[c] for c, least in known.items() if least < 1.05]
+    slow = [place[c] for c, least in known.items() if least > 1.1]
+    assert len(fast) > 20 and len(slow) > 10
+    assert np.median(fast) < 0.2 < 0.4 < np.median(slow)
 
 
 def test_a_small_target_gets_fewer_configs() -> None:
@@ -110,7 +135,9 @@ def test_the_model_answers_to_what_it_knows() -> None:
     assert time_us(batch=256, shared_bytes=200_000) > 1.4 * time_us(batch=256)
     assert time_us(batch=256, stack_bytes=512) > time_us(batch=256)
     halved = dataclasses.replace(SUPER, state_dtype="bf16")
-    assert 1.4 < time_us(batch=256) / time_us(batch=256, problem=halved) < 2
+    # measured: 342 over 238 us, 340 over 213; with one head a CTA issue slots are short too
+    for config, measured in ((TileConfig(), 1.44), (TileConfig(4, 2), 1.60)):
+        assert time_us(config, 256) / time_us(config, 256, problem=halved) == pytest.approx(measured, rel=0.05)
     # one row keeps few multiprocessors busy where each CTA takes all heads of a group
     assert time_us(TileConfig(16, 1), batch=1) > 2 * time_us(batch=1)
     # never faster than its bytes at the read limit

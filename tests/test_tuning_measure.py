@@ -183,12 +183,13 @@ def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
     first = timing.time(**cell, config=configs[0])
     held = timing._cell
     assert json.loads(json.dumps(first)) == first
-    assert first["time_us"] == 14.0  # the median of 9
-    assert first["spread"] == pytest.approx(8 / 14)
+    assert first["time_us"] == 11.0  # the median of 3
+    assert first["spread"] == pytest.approx(2 / 11)
     assert first["nodes"] == first["sets"] >= 16
     raced = timing.race(**cell, configs=configs)
     assert json.loads(json.dumps(raced)) == raced
     assert [r["samples"] for r in raced] == [21, 21]
+    assert [r["samples"] for r in timing.heat(**cell, configs=configs)] == [4, 4]
     assert timing._cell is held
     timing.time(**{**cell, "batch": 8}, config=configs[0])
     assert timing._cell is not held
@@ -249,7 +250,7 @@ def test_tuner_modules_import_without_gpu_or_peers() -> None:
 def test_timing_on_the_device(tmp_path: Path) -> None:
     """The whole chain in a worker process: limit, check, time, race, floor. How fast is for sweeps to say."""
     problem = Problem(16, 64, 128, 1, 4, 16)
-    policy = Policy(replays=5, race_rounds=3)
+    policy = Policy(screen_replays=5, race_rounds=3)
     configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
     with Worker(DeviceRunner, (0, policy.to_json()), log=tmp_path / "worker.log", startup_s=120) as worker:
 
@@ -265,12 +266,14 @@ def test_timing_on_the_device(tmp_path: Path) -> None:
             assert job("check", problem=problem.to_json(), config=config)["out"] < 2e-3
         cell = {"problem": problem.to_json(), "batch": 16, "lengths": list(UNIFORM)}
         first = job("time", **cell, config=configs[0])
-        assert first["time_us"] > 0 and first["samples"] == policy.replays
+        assert first["time_us"] > 0 and first["samples"] == policy.screen_replays
         assert first["nodes"] % first["sets"] == 0
         assert first["sets"] * first["bytes"] > 2 * 40 * MIB, "a rotation must exceed the L2"
         assert first["flush"] == pytest.approx(MIX.flush, abs=0.02)
         raced = job("race", **cell, configs=configs)
         assert [r["samples"] for r in raced] == [policy.race_rounds * policy.race_replays] * 2
+        heat = job("heat", **cell, configs=configs)
+        assert [r["samples"] for r in heat] == [policy.heat_rounds * policy.heat_replays] * 2
         floor = job("floor", **cell, read_gbs=limit["read_gbs"])
         assert floor["time_us"] > floor["kernel_us"] > 0
         wrong = worker.call("time", timeout_s=60, **cell, config=TileConfig(heads_per_cta=3).to_json())

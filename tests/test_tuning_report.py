@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from replayssm_tuning import cli, plots, report
+from matplotlib.colors import to_rgb
+from replayssm_tuning import cli, plots, report, theme
 from replayssm_tuning.results import Candidate, CellResult, Results
 from tuning_fakes import BEST, POLICY, SLOW
 
@@ -44,9 +49,9 @@ def test_plots_are_two_panels_wide_whatever_the_number_of_workloads(tmp_path: Pa
     many = results_of(*(cell(p, b) for p in problems for b in (1, 8)))
     two = dataclasses.replace(many, cells=many.cells[:4])
     made, fewer = (plots.draw_all(r, tmp_path / n, "x") for r, n in ((many, "many"), (two, "two")))
-    for kind, png in made.items():
-        assert width(png) == pytest.approx(width(fewer[kind]), abs=60), kind  # tight boxes follow their labels
-        assert width(png) < 1700, kind
+    for kind, drawn in made.items():
+        assert width(drawn.path) == pytest.approx(width(fewer[kind].path), abs=60), kind  # tight boxes follow labels
+        assert width(drawn.path) < 1700, kind
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -54,7 +59,7 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
     # one label for all: what tells workloads apart is the problem
     cells = [cell(dataclasses.replace(PROBLEM, heads=8 * n), 4, gain=n / 2) for n in range(1, number + 1)]
     results = results_of(*cells)
-    with plt.rc_context(plots.STYLE):
+    with plt.rc_context(plots.LIGHT):
         figure, _ = plots._speedup(results, plots.frame(results))
     axes = figure.get_axes()
     assert [ax.get_title(loc="left") for ax in axes] == [f"verify\n{c.problem.label()}" for c in cells]
@@ -91,6 +96,88 @@ def test_a_page_says_what_was_tried_and_why_a_default_was_kept(tmp_path: Path) -
     assert "1.200x" in rows["1"]
     assert "1.000x" in rows["16"]
     assert page.count("default kept") == 1
+
+
+def test_a_page_stands_alone_in_light_and_dark(tmp_path: Path) -> None:
+    path = tmp_path / "x.results.json"
+    results_of(cell()).save(path)
+    page = report.draw([path])[0][1].read_text()
+    images = re.findall(r'(?:src|srcset)="([^"]*)"', page)
+    assert len(images) == 10 and all(i.startswith("data:image/png;base64,") for i in images)  # five plots, both ways
+    assert not re.search(r'(?:src|srcset|href)="(?!data:)|@import|url\(', page)
+    assert page.count('<source media="(prefers-color-scheme: dark)"') == 5
+    corners = {}
+    for name, image in zip(("dark", "light"), images[:2], strict=True):
+        pixels = plt.imread(io.BytesIO(base64.b64decode(image.split(",")[1])))
+        corners[name] = tuple(round(255 * float(v)) for v in pixels[0, 0, :3])
+    assert corners == {"dark": (0x15, 0x18, 0x1E), "light": (255, 255, 255)}
+    assert all(f"--paper: {paper}" in page for paper in ("#ffffff", "#15181e"))  # the page is as its plots are
+
+
+@pytest.mark.parametrize("style", [theme.LIGHT, theme.DARK], ids=["light", "dark"])
+def test_colours_can_be_told_from_the_paper_and_lines_without_colour(style: dict[str, Any]) -> None:
+    def luminance(colour: str) -> float:
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    def contrast(a: str, b: str) -> float:
+        high, low = sorted((luminance(a), luminance(b)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    paper = style["figure.facecolor"]
+    cycle = style["axes.prop_cycle"].by_key()["color"]
+    named = dict(zip(("ours", "default", "limit", "muted", "ink", "empty"), cycle, strict=False))
+    assert all(contrast(named[name], paper) >= 4.5 for name in ("ours", "limit", "muted", "ink"))
+    assert all(contrast(colour, paper) >= 4.5 for colour in cycle[6:])
+    assert contrast(named["default"], paper) >= 2.5  # a thick line, below the thin one of the winner
+    assert len(set(theme.PEER_MARKERS)) == len(theme.PEER_COLOURS) == len(cycle[6:])
+
+
+def test_bandwidth_leaves_out_peers_of_other_work() -> None:
+    """The standard update writes every state: a call's bytes over its time are not what it moves."""
+    entries = [
+        {"peer": peer, "variant": "default", "default": True, "time_us": 20.0, **more}
+        for peer, more in (("flashinfer", {}), ("flashinfer-standard", {}), ("new", {"replays": False}))
+    ]
+    results = results_of(dataclasses.replace(cell(), peers=tuple(entries)))
+    table = plots.frame(results)
+    with plt.rc_context(theme.LIGHT):
+        drawn = {kind: getattr(plots, kind)(results, table)[0] for kind in ("_time", "_bandwidth")}
+    labels = {kind: {line.get_label() for line in f.get_axes()[0].lines} for kind, f in drawn.items()}
+    assert {"flashinfer", "flashinfer-standard", "new"} <= labels["_time"]
+    assert "flashinfer" in labels["_bandwidth"]
+    assert not {"flashinfer-standard", "new"} & labels["_bandwidth"]
+    (share,) = [t for t in drawn["_bandwidth"].get_axes()[0].texts if t.get_text().endswith("%")]
+    assert share.xyann[1] < 0  # below its point: above it might meet the limit
+    for figure in drawn.values():
+        plt.close(figure)
+
+
+def test_several_gpus_have_a_page_each_and_one_together(tmp_path: Path) -> None:
+    results = results_of(cell())
+    other = dataclasses.replace(results, manifest=dataclasses.replace(results.manifest, gpu_name="NVIDIA B200"))
+    for name, one in (("a", results), ("b", other)):
+        one.save(tmp_path / f"{name}.results.json")
+    pages = report.draw(sorted(tmp_path.glob("*.json")))[0]
+    assert [p.name for p in pages] == ["report.md", "report.html", "report-a.html", "report-b.html"]
+    text = {p.name: p.read_text() for p in pages}
+    assert "NVIDIA H200" in text["report-a.html"] and "NVIDIA B200" not in text["report-a.html"]
+    assert "NVIDIA B200" in text["report-b.html"] and "NVIDIA H200" not in text["report-b.html"]
+    assert all(gpu in text["report.html"] for gpu in ("NVIDIA H200", "NVIDIA B200"))
+
+
+def test_a_page_says_how_candidates_were_timed(tmp_path: Path) -> None:
+    new = results_of(cell())
+    before = {k: v for k, v in POLICY.to_json().items() if not k.startswith(("screen", "heat", "prune", "race_field"))}
+    old = dataclasses.replace(new, manifest=dataclasses.replace(new.manifest, policy=before))
+    pages = {}
+    for name, results in (("old", old), ("new", new)):
+        results.save(tmp_path / name / "x.results.json")
+        pages[name] = report.draw([tmp_path / name / "x.results.json"])[0][0].read_text()
+    race = "those within 5% of the fastest, at most 8 with the default, raced in 7 interleaved rounds of 3"
+    assert f"a candidate's time is the median of 9 replays; {race}" in pages["old"]
+    heat = "the fastest 24 and the default again in a heat of 2 interleaved rounds of 2"
+    assert f"every candidate timed alone, the median of 3 replays; {heat}; {race}" in pages["new"]
 
 
 def test_a_tie_is_no_lead() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import io
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from replayssm_tuning import cli, cost, on_device, plan, sweep
+from replayssm_tuning.acceptance import stationary
 from replayssm_tuning.plots import frame, provenance
+from replayssm_tuning.policy import Policy
 from replayssm_tuning.results import Candidate, CellResult, Results
 from replayssm_tuning.worker import Answer
 from rich.console import Console
@@ -22,6 +27,7 @@ from replayssm_cute import compiler, fingerprint, tables
 from replayssm_cute import target as targets
 from replayssm_cute.config import TileConfig, default_config
 from replayssm_cute.problem import Problem
+from replayssm_cute.resources import Resources
 
 
 @pytest.fixture
@@ -129,9 +135,9 @@ def test_a_target_that_is_named_twice_is_done_once(small: plan.TuningPlan, fake:
 
 
 def test_a_target_that_the_budget_does_not_reach_says_so(
-    small: plan.TuningPlan, fake: Compiler, tmp_path: Path
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.seconds = 0.3
+    monkeypatch.setattr(sweep.Budget, "left", property(lambda _: 0.0 if fake.asked else 30.0))  # one compilation
     with pytest.raises(sweep.SweepError) as error:
         estimate(small, tmp_path, target_names=("sm_120a", "sm_90a"), budget_s=6.1)
     assert "RTX PRO 6000" not in str(error.value)
@@ -174,12 +180,17 @@ def test_nothing_compiled_is_an_error(small: plan.TuningPlan, fake: Compiler, tm
 # ---------------------------------------------------------------------------------------------------
 
 
-def measured(small: plan.TuningPlan, out: Path, device: Device, **more: Any) -> Results:
+EVERYTHING = dataclasses.replace(POLICY, prune=0.0)  # what the fake device thinks fast, the cost model need not
+
+
+def measured(
+    small: plan.TuningPlan, out: Path, device: Device, policy: Policy = EVERYTHING, seconds: float = 30.0, **more: Any
+) -> Results:
     journal = sweep.Journal(out / "journal.jsonl")
     console = Console(quiet=True)
-    context = sweep.Context(small, out, journal, sweep.Budget(30), console, workers=1, **more)
+    context = sweep.Context(small, out, journal, sweep.Budget(seconds), console, workers=1, **more)
     with journal:
-        return on_device.Session(context, device, POLICY, 0).run(peers=True)  # type: ignore[arg-type]
+        return on_device.Session(context, device, policy, 0).run(peers=True)  # type: ignore[arg-type]
 
 
 def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
@@ -241,14 +252,99 @@ def test_a_measured_sweep_resumes_without_the_device(small: plan.TuningPlan, fak
     assert second.cells == first.cells
 
 
-def test_the_race_is_among_the_close_ones_and_the_default(
+def fields(device: Device, kind: str) -> list[list[TileConfig]]:
+    """The configs of each heat or race."""
+    return [[TileConfig.from_json(c) for c in kwargs["configs"]] for name, kwargs in device.jobs if name == kind]
+
+
+def test_the_race_is_among_the_close_ones_of_the_heat_and_the_default(
     small: plan.TuningPlan, fake: Compiler, tmp_path: Path
 ) -> None:
     device = Device()
-    measured(small, tmp_path, device)
-    fields = [[TileConfig.from_json(c) for c in kw["configs"]] for name, kw in device.jobs if name == "race"]
-    assert len(fields) == 4
-    assert all(set(field) == {BEST, TileConfig()} for field in fields)
+    results = measured(small, tmp_path, device)
+    heats, races = fields(device, "heat"), fields(device, "race")
+    assert len(heats) == len(races) == 4
+    assert all(len(field) == POLICY.heat_field and {BEST, TileConfig()} <= set(field) for field in heats)
+    assert all(set(field) == {BEST, TileConfig()} for field in races)
+    for cell in results.cells:
+        stages = Counter(c.stage for c in cell.candidates)
+        assert (stages["raced"], stages["heat"]) == (2, POLICY.heat_field - 2)
+        assert stages["first"] > 50
+
+
+class Drifting(Device):
+    """Single timings are off by up to 6% either way, and slower as time goes by; interleaved ones by 0.1%."""
+
+    def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
+        answer = super().call(name, timeout_s=timeout_s, **kwargs)
+        random = np.random.default_rng(len(self.jobs))
+        if name == "time" and answer.ok:
+            answer.value["time_us"] *= random.uniform(0.94, 1.06) * (1 + len(self.jobs) / 20_000)
+        if name in ("heat", "race"):
+            for one in answer.value:
+                one["time_us"] *= random.uniform(0.999, 1.001)
+        return answer
+
+    def of(self, config: dict[str, Any], batch: int) -> float:
+        """Many configs lie within a few percent of each other, as on a GPU."""
+        rank = int(hashlib.sha256(json.dumps(config).encode()).hexdigest()[:6], 16) / 0xFFFFFF
+        return (4 + batch / 2) * (1 + rank)
+
+
+def test_the_fastest_wins_although_first_timings_are_noisy(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path
+) -> None:
+    device = Drifting()
+    results = measured(small, tmp_path, device)
+    assert len(results.cells) == 4
+    for cell in results.cells:
+        true = {c.config: device.of(c.config.to_json(), cell.batch) for c in cell.candidates if c.stage != "failed"}
+        screened = min((c for c in cell.candidates if c.stage == "first"), key=lambda c: true[c.config])
+        winner = cell.decide(results.margin)
+        assert winner is not None
+        assert true[winner.config] == min(true.values()) < true[screened.config]
+
+
+def test_a_heat_that_crashes_leaves_the_race(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
+    class Hot(Device):
+        def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
+            answer = super().call(name, timeout_s=timeout_s, **kwargs)
+            return Answer(False, None, "crash", "the process died of SIGBUS") if name == "heat" else answer
+
+    device = Hot()
+    results = measured(small, tmp_path, device)
+    assert [len(field) for field in fields(device, "race")] == [POLICY.race_field] * 4
+    assert "batch 64: the heat failed: the process died of SIGBUS" in results.notes
+    assert all((winner := c.decide(0.02)) is not None and winner.config == BEST for c in results.cells)
+
+
+def test_what_the_model_thinks_slow_is_left_out_unless_the_whole_grid_is_asked_for(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path
+) -> None:
+    whole, some = Device(), Device()
+    everything = measured(small, tmp_path / "whole", whole)
+    results = measured(small, tmp_path / "some", some, POLICY)
+    left_out, target = 0, targets.named("h200")
+    for cell, full in zip(results.cells, everything.cells, strict=True):
+        mix = stationary(results.manifest.acceptance[cell.label]["lengths"], cell.problem.window)
+        modelled = {}
+        for config in {c.config for c in full.candidates}:
+            known = Resources(
+                "k", 96 if config.heads_per_cta == 1 else 128, 0, 0, config.shared_bytes(cell.problem), 128, 1
+            )
+            modelled[config] = cost.estimate(cell.problem, config, target, cell.batch, mix, known).time_us
+        tried = {c.config for c in cell.candidates}
+        fastest = min(modelled[c] for c in tried)
+        assert fastest == min(modelled.values())
+        assert all(modelled[c] <= 1.5 * fastest for c in tried - {cell.default})
+        assert all(modelled[c] > 1.2 * fastest for c in modelled.keys() - tried)  # 1.5 by the guess before compilation
+        left_out += len(full.candidates) - len(tried)
+        assert cell.space == full.space == len(full.candidates)
+    assert 0 < left_out < sum(len(cell.candidates) for cell in everything.cells) / 2
+    assert any(
+        note.startswith(f"{left_out} times (a config in a cell) were left out as slow") for note in results.notes
+    )
+    assert not any("left out as slow" in note for note in everything.notes)
 
 
 def test_a_spent_budget_leaves_cells_out_and_says_so(
@@ -330,7 +426,7 @@ def test_a_report_has_every_number_beside_its_plot(small: plan.TuningPlan, fake:
         if line.startswith("!["):
             assert (tmp_path / line.split("](")[1].rstrip(")")).is_file()
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 10
+    assert page.count("data:image/png;base64,") == 20  # two GPUs, five plots, on light and dark paper
     assert "://" not in page  # self-contained
 
 

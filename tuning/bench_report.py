@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench_results import DEFAULT, FLOOR, OURS, Bench, geometric_mean, peer_of
-from .plots import INK, LIMIT, MUTED, PEER_COLOURS, STYLE, batch_axis
-from .plots import OURS as OUR_BLUE
+from .plots import batch_axis
+from .theme import INK, LIGHT, LIMIT, MUTED, PEER_COLOURS
+from .theme import OURS as OUR_BLUE
 
 _STRIP = 0.66  # inches of a figure's title and provenance
 _ROW = 3.5  # inches of a row of panels
@@ -183,7 +184,7 @@ def write(bench: Bench, out: Path) -> list[Path]:
         if not table.empty:
             made.append(out / f"{name}.csv")
             table.to_csv(made[-1], index=False, float_format="%.6g")
-    with plt.rc_context(STYLE):
+    with plt.rc_context(LIGHT):
         figures = [("peers", _peers_figure(bench))]
         if bench.evolved:
             figures.append(("evolve", _evolve_figure(bench)))

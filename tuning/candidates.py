@@ -17,12 +17,15 @@ from .progress import Steps
 NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
 
 
-def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[TileConfig]:
-    """All configs of a workload, the ones to try first in front.
+def ranked(workload: Workload, target: Target, batches: Iterable[int], *, within: float = 0.0) -> list[TileConfig]:
+    """The configs of a workload, the ones to try first in front.
 
     The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
     near, then the rest (see `NEAR`); within each, one of each family (heads a CTA and at a time, head split, tiles a
     warp, ring, cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
+
+    Args:
+        within: leave out those whose modelled time is beyond so many times the fastest at every batch; 0 keeps all.
     """
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
@@ -37,6 +40,8 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int]) -> list[T
         fastest = min(times.values(), default=1.0)
         for config, time_us in times.items():
             best[config] = min(best.get(config, float("inf")), time_us / fastest)
+    if within:
+        best = {c: ratio for c, ratio in best.items() if ratio <= within or ratio == float("inf")}
     order = sorted(best, key=lambda c: (best[c], *c.to_json().values()))
     rounds: dict[tuple[object, ...], int] = {}
     turn = {}
@@ -119,6 +124,9 @@ def _compile(
                 compiler.compile_many(todo, ctx.workers, finished)
         except _OutOfTime:
             pass
+        except KeyboardInterrupt:  # a compile process, which gets the terminal's Ctrl-C too
+            if not ctx.budget.ended:
+                raise
     return results
 
 

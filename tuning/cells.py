@@ -9,7 +9,7 @@ from replayssm_cute.config import TileConfig, default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
-from . import cost
+from . import cost, space
 from .context import Context
 from .plan import Workload
 from .policy import Policy
@@ -19,7 +19,6 @@ from .worker import Worker
 
 JOB_S = 60.0  # a job takes well under a second; a config that takes this long hangs
 _PEERS_S = 300.0  # peers may compile themselves on their first call
-_RACERS = 8  # at most, the default among them
 
 Compiled = dict[tuple[Problem, TileConfig], dict[str, Any]]
 
@@ -34,6 +33,7 @@ class CellTimer:
         read_gbs: the streaming limit that floors are completed with.
         notes: what a reader of the results must know.
         unreached: times that were left out, since the budget had ended.
+        slow: times that were left out, since the cost model thinks the configs slow there.
     """
 
     def __init__(self, ctx: Context, worker: Worker, policy: Policy, target: Target, driver: str) -> None:
@@ -44,6 +44,7 @@ class CellTimer:
         self.read_gbs = 0.0
         self.notes: list[str] = []
         self.unreached = 0
+        self.slow = 0
         self._without_peers: set[Problem] = set()
 
     def job(self, name: str, key: dict[str, Any], arguments: dict[str, Any], *, timeout_s: float = JOB_S) -> Any:
@@ -76,7 +77,10 @@ class CellTimer:
         where = {"problem": problem.to_json(), "batch": batch, "lengths": [round(s, 9) for s in workload.lengths]}
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
-        for config in self.by_estimate(workload, batch, configs, default):
+        worth = self.by_estimate(workload, batch, configs, default)
+        everything = {*space.configs(problem, self.target), default}
+        self.slow += len(everything) - len(worth)
+        for config in worth:
             resources = self.compiled.get((problem, config))
             if resources is None or share.left <= 0 or self.ctx.budget.left <= 0:
                 self.unreached += 1
@@ -103,7 +107,7 @@ class CellTimer:
                 f"{problem.label()}, batch {batch}: no time; {reasons[0][:200] if reasons else 'the budget ended'}"
             )
             return None
-        for candidate in self.race(where, timed, default, steps):
+        for candidate in self.rounds(where, timed, default, steps):
             candidates[candidate.config] = candidate
         found = self.time_peers(problem, where, steps) if self.peers else []
         floor = self.job("floor", where, where | {"read_gbs": self.read_gbs}) if self.floors else {}
@@ -119,7 +123,7 @@ class CellTimer:
             candidates=tuple(candidates.values()),
             peers=tuple(found),
             floor_us=floor.get("time_us"),
-            space=len(configs),
+            space=len(everything),
         )
 
     def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:
@@ -138,7 +142,10 @@ class CellTimer:
     def by_estimate(
         self, workload: Workload, batch: int, configs: list[TileConfig], default: TileConfig
     ) -> list[TileConfig]:
-        """The default first, then what the model, knowing the compiled kernels, thinks fastest here."""
+        """The default first, then what the model, knowing the compiled kernels, thinks fastest here.
+
+        What is slow by `Policy.prune` is left out; what the model cannot place is kept, at the end.
+        """
 
         def time_of(config: TileConfig) -> float:
             resources = self.compiled.get((workload.problem, config), {})
@@ -150,7 +157,11 @@ class CellTimer:
             except ValueError:
                 return float("inf")
 
-        return [default, *sorted((c for c in configs if c != default), key=time_of)]
+        times = {c: time_of(c) for c in configs if c != default}
+        known = [t for t in (*times.values(), time_of(default)) if t != float("inf")]
+        limit = self.policy.prune * min(known, default=0.0)
+        kept = [c for c, t in times.items() if not 0 < limit < t < float("inf")]
+        return [default, *sorted(kept, key=lambda c: times[c])]
 
     def one(
         self, problem: dict[str, Any], where: dict[str, Any], config: TileConfig, resources: dict[str, Any]
@@ -167,26 +178,53 @@ class CellTimer:
         )
         return result
 
-    def race(self, where: dict[str, Any], timed: list[Candidate], default: TileConfig, steps: Steps) -> list[Candidate]:
-        """Time the close ones again, interleaved; the default runs too. Empty if there is nothing to decide."""
-        assert timed[0].time_us is not None
-        bar = timed[0].time_us * (1 + self.policy.race_within)
-        close = [c for c in timed if c.time_us is not None and c.time_us <= bar][:_RACERS]
-        rest = [c for c in timed if c.config == default and c not in close]
-        field = [*close[: _RACERS - len(rest)], *rest]
-        if len(field) < 2:
-            return []
-        steps.at(f"batch {where['batch']}: race of {len(field)}")
+    def rounds(
+        self, where: dict[str, Any], timed: list[Candidate], default: TileConfig, steps: Steps
+    ) -> list[Candidate]:
+        """Time the fast ones again, interleaved: in a heat where they are many, and in the race that decides.
+
+        The default runs in both. Empty if there is nothing to decide; what went wrong is noted.
+
+        Args:
+            timed: the candidates, fastest first.
+        """
+        found: dict[TileConfig, Candidate] = {}
+        if len(timed) > self.policy.race_field:
+            field = _field(timed, default, self.policy.heat_field)
+            found |= {c.config: c for c in self.interleaved("heat", where, field, steps)}
+        if found:  # single timings are too noisy to draw a bar
+            timed = sorted(found.values(), key=_time)
+            bar = _time(timed[0]) * (1 + self.policy.race_within)
+            timed = [c for c in timed if _time(c) <= bar or c.config == default]
+        field = _field(timed, default, self.policy.race_field)
+        if len(field) > 1:
+            found |= {c.config: c for c in self.interleaved("race", where, field, steps)}
+        return list(found.values())
+
+    def interleaved(self, kind: str, where: dict[str, Any], field: list[Candidate], steps: Steps) -> list[Candidate]:
+        """A heat or a race; empty, with a note, if it failed."""
+        steps.at(f"batch {where['batch']}: {kind} of {len(field)}")
         names = where | {"configs": [c.config.to_json() for c in field]}
-        answer = self.job("race", names, names)
+        answer = self.job(kind, names, names)
         if not isinstance(answer, list):
-            self.note(f"batch {where['batch']}: the race failed: {answer.get('reason', '')[:200]}")
+            self.note(f"batch {where['batch']}: the {kind} failed: {answer.get('reason', '')[:200]}")
             return []
+        stage = {"heat": "heat", "race": "raced"}[kind]
         return [
-            Candidate(c.config, a["time_us"], a["spread"], stage="raced", facts=c.facts)
+            Candidate(c.config, a["time_us"], a["spread"], stage=stage, facts=c.facts)
             for c, a in zip(field, answer, strict=True)
         ]
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _time(candidate: Candidate) -> float:
+    return float("inf") if candidate.time_us is None else candidate.time_us
+
+
+def _field(timed: list[Candidate], default: TileConfig, size: int) -> list[Candidate]:
+    """The first `size` of the candidates, the default among them."""
+    rest = [c for c in timed[size:] if c.config == default]
+    return [*timed[: size - len(rest)], *rest]

@@ -75,7 +75,7 @@ class Timing:
 
 
 def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]:
-    """Timings of journals, those of a race in place of single ones, and the fingerprints of the kernels timed.
+    """Timings of journals (those of a race or a heat in place of single ones), and the fingerprints of their kernels.
 
     Raises:
         OSError: if a journal cannot be read.
@@ -91,12 +91,12 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
                 compiled[_kernel(key, key["config"])] = result
     for path, records in journals.items():
         times: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {}
-        for kind in ("time", "race"):
+        for kind in ("time", "heat", "race"):  # each takes the place of those before
             for key, result in records:
                 if key["kind"] != kind or "failed" in result:
                     continue
-                configs = key["configs"] if kind == "race" else [key["config"]]
-                values = result["value"] if kind == "race" else [result["value"]]
+                configs = [key["config"]] if kind == "time" else key["configs"]
+                values = [result["value"]] if kind == "time" else result["value"]
                 for config, value in zip(configs, values, strict=True):
                     name = key_of({"kernel": _kernel(key, config), "batch": key["batch"], "lengths": key["lengths"]})
                     times[name] = (key, config, value["time_us"])

@@ -63,7 +63,7 @@ class Journal:
             try:
                 record = json.loads(raw)
                 found.append((float(record.get("at", 0.0)), key_of(record["key"]), dict(record["result"])))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self.damaged.append(f"{path.name}: line {number} is damaged and left out")
         return length
 

@@ -89,19 +89,38 @@ class DeviceRunner:
     def time(
         self, problem: dict[str, Any], batch: int, lengths: Sequence[float], config: dict[str, Any]
     ) -> dict[str, Any]:
-        """Microseconds a call of one config on one cell."""
+        """Microseconds a call of one config on one cell, from few replays: which configs are worth a heat."""
         p, c = Problem.from_json(problem), TileConfig.from_json(config)
+        policy = dataclasses.replace(self.policy, graph_us=self.policy.screen_graph_us)
         with self._guard():
+            held = self._cell
             cell = self._cell_of(p, batch, lengths)
             kernel = self._kernel(p, c)
-            timed = capture(lambda call: launch(kernel, call), cell, self.policy)
-            timed.sample(self.policy.warmups)
-            return summary(timed.sample(self.policy.replays)) | self._facts(cell, timed)
+            timed = capture(lambda call: launch(kernel, call), cell, policy)
+            timed.sample(policy.screen_warmups if self._cell is held else policy.warmups)
+            return summary(timed.sample(policy.screen_replays)) | self._facts(cell, timed)
+
+    def heat(
+        self, problem: dict[str, Any], batch: int, lengths: Sequence[float], configs: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Few interleaved rounds over many configs: which are worth a race."""
+        return self._interleaved(problem, batch, lengths, configs, self.policy.heat_rounds, self.policy.heat_replays)
 
     def race(
         self, problem: dict[str, Any], batch: int, lengths: Sequence[float], configs: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Interleaved rounds over several configs."""
+        """Interleaved rounds over several configs: which one wins."""
+        return self._interleaved(problem, batch, lengths, configs, self.policy.race_rounds, self.policy.race_replays)
+
+    def _interleaved(
+        self,
+        problem: dict[str, Any],
+        batch: int,
+        lengths: Sequence[float],
+        configs: list[dict[str, Any]],
+        rounds: int,
+        replays: int,
+    ) -> list[dict[str, Any]]:
         p = Problem.from_json(problem)
         with self._guard():
             cell = self._cell_of(p, batch, lengths)
@@ -109,7 +128,7 @@ class DeviceRunner:
             for data in configs:
                 kernel = self._kernel(p, TileConfig.from_json(data))
                 field.append(capture(lambda call, kernel=kernel: launch(kernel, call), cell, self.policy))  # type: ignore[misc]
-            samples = interleave(field, self.policy.race_rounds, self.policy.race_replays)
+            samples = interleave(field, rounds, replays)
             return [summary(s) | self._facts(cell, t) for s, t in zip(samples, field, strict=True)]
 
     def floor(self, problem: dict[str, Any], batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
@@ -142,6 +161,7 @@ class DeviceRunner:
         clean = calls.random_call(cell.problem, CHECK_ROWS, dead=0.0, seed=self.policy.seed, device=self.device)
         for variant in variants:
             entry: dict[str, Any] = {"peer": variant.peer, "variant": variant.name, "default": variant.default}
+            entry["replays"] = variant.replays
             try:
                 if variant.replays:
                     error = self._errors(clean, variant.run)

@@ -43,7 +43,9 @@ def measure(ctx: Context, device: int, *, peers: bool, policy: Policy | None = N
     for number in range(repeats):
         seeded = dataclasses.replace(policy, seed=policy.seed + number)
         if number:
-            ctx = dataclasses.replace(ctx, budget=Budget(ctx.budget.seconds))
+            if ctx.budget.ended:
+                break
+            ctx.budget.restart()
             ctx.console.print(f"repeat {number + 1} of {repeats}, seed {seeded.seed}", highlight=False, soft_wrap=True)
         with Worker(DeviceRunner, (device, seeded.to_json()), log=log, startup_s=_STARTUP_S) as worker:
             session = Session(ctx, worker, seeded, device)
@@ -59,6 +61,7 @@ class _Part:
     cells: list[CellResult]
     notes: list[str]
     unreached: int
+    slow: int
     starts: int
 
 
@@ -95,7 +98,7 @@ class Session:
             peers, floors: time them beside.
             compiled: what an earlier run of the same sweep compiled: exactly these candidates are measured.
         """
-        ctx, target, cells = self.ctx, self.target, self.cells
+        ctx, target, cells, policy = self.ctx, self.target, self.cells, self.policy
         share = f", {ctx.ranks.size} of them sharing the cells" if ctx.ranks.several else ""
         ctx.console.print(
             f"measuring on {target.name} ({target.arch}){share}, driver {cells.driver or 'unknown'}",
@@ -105,13 +108,18 @@ class Session:
         limit = ctx.only_first("the read limit", lambda: cells.job("limit", {}, {}))
         cells.read_gbs, method = self.read_limit(limit)
         cells.peers, cells.floors = (self.peers if peers else {}), floors
-        order = {w.problem: ranked(w, target, ctx.plan.batches) for w in ctx.plan.workloads}
+        order = {w.problem: ranked(w, target, ctx.plan.batches, within=policy.prune) for w in ctx.plan.workloads}
         cells.compiled = compiled if compiled is not None else self.compile(order)
 
         parts = ctx.gather("the measurements", lambda: self.measure(order))
         wanted = {(w.problem, b): n for n, (w, b) in enumerate(self.all_cells())}
         found = sorted((c for part in parts for c in part.cells), key=lambda c: wanted[c.problem, c.batch])
         notes = list(dict.fromkeys(note for part in parts for note in part.notes))
+        if slow := sum(part.slow for part in parts):
+            notes.append(
+                f"{slow} times (a config in a cell) were left out as slow: the cost model puts them beyond "
+                f"{policy.prune:g} times the fastest of the cell; --whole-grid takes them too"
+            )
         if len(found) < len(wanted):
             notes.append(f"{len(wanted) - len(found)} of {len(wanted)} cells have no time; a rerun goes on with them")
         if unreached := sum(part.unreached for part in parts):
@@ -173,7 +181,7 @@ class Session:
                 if cell is not None:
                     found.append(cell)
                 steps.step(f"batch {batch} done")
-        return _Part(found, self.cells.notes, self.cells.unreached, self.worker.starts)
+        return _Part(found, self.cells.notes, self.cells.unreached, self.cells.slow, self.worker.starts)
 
     def read_limit(self, limit: dict[str, Any]) -> tuple[float, str]:
         """The streaming limit for fractions, and its source."""

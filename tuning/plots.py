@@ -1,8 +1,10 @@
-"""The plots of a report: each a PNG with its numbers in a CSV of the same name."""
+"""The plots of a report: each a PNG with its numbers in a CSV of the same name, and once more on dark paper."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .results import Candidate, CellResult, Results
+from .theme import DARK, DARK_INK, DEFAULT, EMPTY, INK, LIGHT, LIMIT, MUTED, OURS, PEER_COLOURS, PEER_MARKERS
 
-INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-OURS, DEFAULT, LIMIT = "#2563eb", "#9ca3af", "#111827"
-PEER_COLOURS = ("#dc2626", "#d97706", "#7c3aed", "#0d9488")
-STYLE: dict[Any, Any] = {
-    "figure.dpi": 140,
-    "savefig.dpi": 140,
-    "font.size": 9.5,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
+STYLE = LIGHT  # of plots that are drawn once
 COLUMNS = 2  # of panels: a page is two panels wide, however many workloads there are
 _STRIP = 0.62  # inches of a figure's title and provenance
 _PANEL_HEIGHT = 3.8
@@ -108,11 +88,19 @@ def peers_of(table: pd.DataFrame) -> list[str]:
     )
 
 
-def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Path]:
-    """Draw every plot of one GPU's results; returns their PNGs by kind (their CSVs lie beside them)."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A plot: its PNG file (the CSV beside it), and the bytes of the same PNG on dark paper."""
+
+    path: Path
+    dark: bytes
+
+
+def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Drawn]:
+    """Draw every plot of one GPU's results; returns them by kind."""
     folder.mkdir(parents=True, exist_ok=True)
     table = frame(results)
-    made: dict[str, Path] = {}
+    made: dict[str, Drawn] = {}
     plans: list[tuple[str, Callable[[], tuple[Figure, pd.DataFrame]]]] = [
         ("time", lambda: _time(results, table)),
         ("bandwidth", lambda: _bandwidth(results, table)),
@@ -120,15 +108,22 @@ def draw_all(results: Results, folder: Path, stem: str) -> dict[str, Path]:
         ("winners", lambda: _winners(results, table)),
         ("configs", lambda: _configs(results)),
     ]
-    with plt.rc_context(STYLE):
-        for kind, make in plans:
-            figure, data = make()
-            path = folder / f"{stem}-{kind}.png"
-            figure.savefig(path, bbox_inches="tight", facecolor="white", metadata={"Software": None})
-            plt.close(figure)
-            data.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g")
-            made[kind] = path
+    for kind, make in plans:
+        path = folder / f"{stem}-{kind}.png"
+        light, data = _png(make, LIGHT)
+        path.write_bytes(light)
+        data.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g")
+        made[kind] = Drawn(path, _png(make, DARK)[0])
     return made
+
+
+def _png(make: Callable[[], tuple[Figure, pd.DataFrame]], style: dict[Any, Any]) -> tuple[bytes, pd.DataFrame]:
+    with plt.rc_context(style):
+        figure, data = make()
+        image = io.BytesIO()
+        figure.savefig(image, format="png", bbox_inches="tight", metadata={"Software": None})
+        plt.close(figure)
+    return image.getvalue(), data
 
 
 def _header(figure: Figure, results: Results, title: str) -> None:
@@ -136,7 +131,7 @@ def _header(figure: Figure, results: Results, title: str) -> None:
     strip = _STRIP / figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - strip), h_pad=0.08)  # type: ignore[union-attr, call-arg]
     figure.text(0.01, 1 - 0.06 * strip, f"{results.title}: {title}", va="top", fontsize=12.5, fontweight="bold")
-    colour = MUTED if results.measured else "#b45309"
+    colour = MUTED if results.measured else PEER_COLOURS[0]
     figure.text(0.01, 1 - 0.56 * strip, provenance(results), va="top", fontsize=8.5, color=colour)
 
 
@@ -179,15 +174,20 @@ def batch_axis(ax: Axes, batches: Sequence[int]) -> None:
     ax.set_xlabel("batch (rows)")
 
 
-def _peer_lines(ax: Axes, part: pd.DataFrame, table: pd.DataFrame, column: Callable[[str], pd.Series]) -> None:
+def _peer_lines(
+    ax: Axes,
+    part: pd.DataFrame,
+    table: pd.DataFrame,
+    column: Callable[[str], pd.Series],
+    leave_out: frozenset[str] = frozenset(),
+) -> None:
     for number, peer in enumerate(peers_of(table)):
         name = f"{peer}_us"
-        if name not in part or part[name].isna().all():
+        if peer in leave_out or name not in part or part[name].isna().all():
             continue
         style = "--" if peer.endswith(" default") else "-"
-        ax.plot(
-            part["batch"], column(name), style, color=PEER_COLOURS[number % 4], lw=1.3, marker="s", ms=3, label=peer
-        )
+        colour, marker = PEER_COLOURS[number % 4], PEER_MARKERS[number % 4]
+        ax.plot(part["batch"], column(name), style, color=colour, lw=1.3, marker=marker, ms=3.5, label=peer)
 
 
 def _workloads(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -231,20 +231,23 @@ def _bandwidth(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFr
             f"read limit {results.read_gbs:,.0f} GB/s",
             va="bottom",
             fontsize=8.5,
+            color=LIMIT,
         )
         ax.plot(
             part["batch"], part["bytes"] / part["default_us"] / 1e3, "-", color=DEFAULT, lw=2.5, label="default config"
         )
-        _peer_lines(ax, part, table, lambda name, part=part: part["bytes"] / part[name] / 1e3)  # type: ignore[misc]
+        others = frozenset(p for cell in results.cells for p in cell.peers_of_other_work())
+        _peer_lines(ax, part, table, lambda name, part=part: part["bytes"] / part[name] / 1e3, others)  # type: ignore[misc]
         ax.plot(part["batch"], part["gb_s"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
         last = part.iloc[-1]
         ax.annotate(
             f"{100 * last['limit_fraction']:.0f}%",
             (last["batch"], last["gb_s"]),
-            xytext=(0, 6),
+            xytext=(0, -13),  # below: above it may meet the limit
             textcoords="offset points",
             ha="center",
             color=OURS,
+            fontweight="bold",
         )
         ax.set_ylim(0, results.read_gbs * 1.13)
         ax.set_ylabel("GB/s")
@@ -305,13 +308,13 @@ def _winners(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
         for x, batch in enumerate(batches):
             cell = table[(table["problem"] == problem) & (table["batch"] == batch)]
             if cell.empty:
-                ax.add_patch(plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color="#f3f4f6"))
+                ax.add_patch(plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=EMPTY))
                 ax.text(x, y, "no time", ha="center", va="center", color=MUTED, fontsize=8)
                 continue
             row = cell.iloc[0]
             shade = 0.18 + 0.6 * np.log2(heads[row["config"]]) / max(np.log2(most), 1)
             ax.add_patch(plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colours(shade)))
-            ink = "white" if shade > 0.5 else INK
+            ink = "white" if shade > 0.5 else DARK_INK
             gain = row["speedup_over_default"]
             is_default = row["config"] == row["default"]
             below = (
@@ -386,7 +389,13 @@ def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
         for (y, x), value in np.ndenumerate(grid.to_numpy(dtype=float)):
             if np.isfinite(value):
                 ax.text(
-                    x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 1.38 else INK
+                    x,
+                    y,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if value > 1.38 else DARK_INK,
                 )
     # beside the first row alone: on a page of many rows a bar of the whole height would say no more
     figure.colorbar(image, ax=axes[:COLUMNS], shrink=0.8, label="time / fastest", extend="max")

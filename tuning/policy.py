@@ -1,4 +1,9 @@
-"""How a sweep measures: the numbers that are part of every journal key and of the table."""
+"""How a sweep measures: the numbers that are part of every journal key and of the table.
+
+A cell's candidates meet in three rounds, each of fewer and longer: every one alone and briefly, the best of these in an
+interleaved heat, and the best of the heat in the race that decides. A short timing only has to keep the good ones among
+the first `heat_field`; the time goes to those that can win.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,19 @@ class Policy:
     """How a sweep measures; part of every journal key and of the table.
 
     Attributes:
-        replays, warmups: timed replays of a first measurement, and untimed ones before (clocks must come up).
+        replays, warmups: timed replays of a peer or a floor, and untimed ones before (clocks must come up).
+        screen_replays, screen_warmups: the same of a candidate's first timing; a cell's first one warms up in full.
+        screen_graph_us: a first timing's graph is filled up to about this time.
+        prune: configs that the cost model puts beyond so many times the fastest of the cell are not timed; 0 times all.
+        heat_field: so many of the fastest, by their first timing, run in the heat.
+        heat_rounds: interleaved rounds of the heat, `heat_replays` replays each.
         l2_factor: a rotation touches at least this many times the L2.
         min_rows: and at least this many rows, so that quotas come out near the mix.
         graph_us: a graph is filled with rotations up to about this time.
         max_nodes: launches of a graph at most.
         max_bytes: of a cell's caches and inputs at most.
-        race_within: configs this close to the fastest race again.
+        race_field: so many race at most, the default among them.
+        race_within: and only configs this close to the fastest of the heat.
         race_rounds: interleaved rounds of the race, `race_replays` replays each.
         margin: the default is kept unless the fastest beats it by this share.
         seed: of every random choice.
@@ -28,11 +39,19 @@ class Policy:
 
     replays: int = 9
     warmups: int = 8
+    screen_replays: int = 3
+    screen_warmups: int = 2
+    screen_graph_us: float = 1000.0
+    prune: float = 1.5
+    heat_field: int = 24
+    heat_rounds: int = 2
+    heat_replays: int = 2
     l2_factor: float = 4.0
     min_rows: int = 64
     graph_us: float = 2000.0
     max_nodes: int = 1024
     max_bytes: int = 32 * GIB
+    race_field: int = 8
     race_within: float = 0.05
     race_rounds: int = 7
     race_replays: int = 3

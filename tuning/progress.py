@@ -1,7 +1,8 @@
-"""Progress that a person can follow: bars with the budget left on a terminal, a line every few seconds elsewhere."""
+"""Progress that a person can follow: on a terminal a bar with the budget left, elsewhere some lines on stderr."""
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -17,7 +18,16 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.ended = False
         self._start = time.monotonic()
+
+    def restart(self) -> None:
+        """Count from now on again; what has been ended stays so."""
+        self._start = time.monotonic()
+
+    def end(self) -> None:
+        """Leave nothing."""
+        self.ended = True
 
     @property
     def spent(self) -> float:
@@ -27,7 +37,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds left, not below 0."""
-        return max(0.0, self.seconds - self.spent)
+        return 0.0 if self.ended else max(0.0, self.seconds - self.spent)
 
 
 class _BudgetLeft(ProgressColumn):
@@ -47,7 +57,10 @@ class Steps:
     """A named run of steps, shown with what is being done and how much of the budget is left."""
 
     def __init__(self, console: Console, title: str, total: int, budget: Budget) -> None:
-        self._console, self._title, self._total, self._budget = console, title, total, budget
+        # A log, or what a pipe gets, is for results: progress goes to stderr there.
+        elsewhere = console.file is sys.stdout and not console.is_terminal
+        self._console = Console(stderr=True, quiet=console.quiet) if elsewhere else console
+        self._title, self._total, self._budget = title, total, budget
         self._done = 0
         self._said = time.monotonic()
         self._bar: Progress | None = None

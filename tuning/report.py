@@ -7,14 +7,15 @@ import html
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from .judge import judge
-from .plots import draw_all, frame, peers_of
+from .plots import Drawn, draw_all, frame, peers_of
 from .results import Results
 from .stability import STABILITY_SUFFIX, Stability
 from .sweep import RESULTS_SUFFIX, TABLE_SUFFIX
@@ -22,15 +23,18 @@ from .sweep import RESULTS_SUFFIX, TABLE_SUFFIX
 PAGE = "report"
 _CAPTIONS = {
     "time": "Time of one call by batch.",
-    "bandwidth": "Bytes that a call must move, over its time, against the streaming read limit.",
+    "bandwidth": "Bytes that a call must move, over its time, against the streaming read limit. Peers that move other "
+    "bytes (the standard update writes every state) are left out.",
     "speedup": "Time of the default config (and of each peer) over the winner's: above 1, the winner is faster.",
     "winners": "The winner of each cell. A default stays unless it is beaten by the margin.",
-    "configs": "Time over the fastest of the same batch, for the best configs.",
+    "configs": "Time over the fastest of the same batch, for the best configs. Times of all rounds stand side by side, "
+    "brief single ones too; only the race decides.",
 }
 LEGEND = (
-    "a config, as in `h4 s2 p1 live c3 t8`: h = heads a CTA; s = stages; p = parts that a head's rows of P are split "
-    "into; live or whole = the rows of the ring that are read; c = CTAs a multiprocessor that the register cap leaves "
-    "room for (1: no cap); t = rows at the end cut into single heads",
+    "a config, as in `h4/2 s2 p1 r32 live c3 t8`: h = heads a CTA (/2: two at a time); s = stages; p = parts that a "
+    "head's rows of P are split into; r = rows of P a warp (none: 16); live or whole = the rows of the ring that are "
+    "read; c = CTAs a multiprocessor that the register cap leaves room for (1: no cap); t = batch rows at the end cut "
+    "into single heads",
     "a problem, as in `128x64x128/8 f32 T4 W16`: heads x head_dim x d_state / groups, dtype of the state, tokens a "
     "call, window",
 )
@@ -44,14 +48,15 @@ class Block:
     text: str = ""
     items: tuple[str, ...] = ()
     table: pd.DataFrame | None = None
-    image: Path | None = None
+    image: Drawn | None = None
 
 
 def draw(files: Iterable[Path]) -> tuple[list[Path], list[str]]:
     """Draw the report of each folder that holds some of `files`.
 
     Returns:
-        The pages written, a Markdown and an HTML file a folder; and a line for each file that is broken.
+        The pages written, a Markdown and an HTML file a folder, and where it has results of several GPUs an HTML file
+        for each too; and a line for each file that is broken.
     """
     folders: dict[Path, list[Path]] = {}
     for file in files:
@@ -69,12 +74,20 @@ def draw(files: Iterable[Path]) -> tuple[list[Path], list[str]]:
             continue
         # What was measured comes first.
         loaded.sort(key=lambda item: not item[1].measured)
-        blocks = _head(loaded)
-        for file, results in loaded:
-            blocks += _section(file, results, errors)
+        title = loaded[0][1].title
+        sections = [(item, _section(*item, errors)) for item in loaded]
+        blocks = [*_head(loaded), *(block for _, section in sections for block in section)]
         pages.append(_write(folder / f"{PAGE}.md", _markdown(blocks, folder)))
-        pages.append(_write(folder / f"{PAGE}.html", _html(blocks, loaded[0][1].title)))
+        pages.append(_write(folder / f"{PAGE}.html", _html(blocks, title)))
+        for (file, results), section in sections if len(sections) > 1 else ():
+            own = folder / f"{PAGE}-{_stem(file)}.html"
+            name = f"{title}, {results.manifest.gpu_name}"
+            pages.append(_write(own, _html([*_head([(file, results)]), *section], name)))
     return pages, errors
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(RESULTS_SUFFIX) if file.name.endswith(RESULTS_SUFFIX) else file.stem
 
 
 def _write(path: Path, text: str) -> Path:
@@ -111,7 +124,7 @@ def _head(loaded: list[tuple[Path, Results]]) -> list[Block]:
 def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
     """One GPU's part of a page; what is broken beside the results is left out and told in `errors`."""
     folder = file.parent
-    stem = file.name.removesuffix(RESULTS_SUFFIX) if file.name.endswith(RESULTS_SUFFIX) else file.stem
+    stem = _stem(file)
     kind = "measured" if results.measured else "ESTIMATED"
     blocks = [Block("h2", f"{results.manifest.gpu_name} ({results.manifest.arch}), {kind}")]
     table = frame(results)
@@ -121,8 +134,8 @@ def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
     if losses := _losses(table):
         blocks.append(Block("p", f"**A PEER IS FASTER in {len(losses)} cell(s):** " + "; ".join(losses) + "."))
     blocks.append(Block("table", table=_headline(table)))
-    for image_kind, path in draw_all(results, folder / "plots", stem).items():
-        blocks.append(Block("image", _CAPTIONS[image_kind], image=path))
+    for image_kind, drawn in draw_all(results, folder / "plots", stem).items():
+        blocks.append(Block("image", _CAPTIONS[image_kind], image=drawn))
     judged = judge(results)
     if not judged.empty:
         judged.to_csv(folder / "plots" / f"{stem}-model.csv", index=False, float_format="%.6g")
@@ -269,9 +282,12 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
         p = m.policy
         lines.append(
             f"CUDA-graph replay over slot sets in rotation (one touches at least {p['l2_factor']:g} times the L2); "
-            f"median of {p['replays']} replays; candidates within {p['race_within']:.0%} of the fastest, and the "
-            f"default, raced again in {p['race_rounds']} interleaved rounds of {p['race_replays']}."
+            f"{_rounds(p)}; those within {p['race_within']:.0%} of the fastest, at most {p.get('race_field', 8)} with "
+            f"the default, raced in {p['race_rounds']} interleaved rounds of {p['race_replays']}, and their medians "
+            f"decide."
         )
+        if "screen_replays" in p and any(peers_of(table)):
+            lines.append(f"Peers and floors: median of {p['replays']} replays each, after the race.")
         if p.get("ranks", 1) > 1:
             lines.append(f"{p['ranks']} GPUs shared the cells; every cell was measured on one of them alone.")
         lines.append("Numbers checked against the float64 reference before timing: padding rows, NaN in dead rows.")
@@ -294,6 +310,17 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
     return lines
 
 
+def _rounds(policy: Mapping[str, Any]) -> str:
+    """How candidates were timed before the race; results from before there were heats say it too."""
+    if "heat_field" not in policy:
+        return f"a candidate's time is the median of {policy['replays']} replays"
+    return (
+        f"every candidate timed alone, the median of {policy['screen_replays']} replays; the fastest "
+        f"{policy['heat_field']} and the default again in a heat of {policy['heat_rounds']} interleaved rounds of "
+        f"{policy['heat_replays']}"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------
 # Two formats
 # ---------------------------------------------------------------------------------------------------
@@ -313,18 +340,24 @@ def _markdown(blocks: list[Block], folder: Path) -> str:
             lines += ["| " + " | ".join(str(v) for v in row) + " |" for row in b.table.itertuples(index=False)]
             out.append("\n".join(lines))
         elif b.kind == "image" and b.image is not None:
-            name = b.image.relative_to(folder).as_posix()
+            name = b.image.path.relative_to(folder).as_posix()
             out.append(f"![{b.text}]({name})\n\n{b.text} [CSV]({name.removesuffix('.png')}.csv)")
     return "\n\n".join(out) + "\n"
 
 
+# The papers are the plots' own, see `theme`.
 _CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2430; --muted: #5b6472; --line: #e5e7eb; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #15181e; --ink: #e6e8ec; --muted: #a3abb8; --line: #2c323c; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1080px;
+  margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
-th, td { padding: .25em .7em; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
+th, td { padding: .25em .7em; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; margin-top: 1em; } figcaption { color: #6b7280; font-size: 13px; }
-figure { margin: 0 0 1em; } h2 { border-bottom: 1px solid #e5e7eb; padding-top: 1em; }
+img { max-width: 100%; margin-top: 1em; } figcaption { color: var(--muted); font-size: 13px; }
+figure { margin: 0 0 1em; } h2 { border-bottom: 1px solid var(--line); padding-top: 1em; }
 """
 
 
@@ -350,13 +383,18 @@ def _html(blocks: list[Block], title: str) -> str:
             )
             out.append(f"<table><tr>{head}</tr>{rows}</table>")
         elif b.kind == "image" and b.image is not None:
-            data = base64.b64encode(b.image.read_bytes()).decode()
+            light, dark = (
+                f"data:image/png;base64,{base64.b64encode(data).decode()}"
+                for data in (b.image.path.read_bytes(), b.image.dark)
+            )
             out.append(
-                f'<figure><img alt="{html.escape(b.text)}" src="data:image/png;base64,{data}">'
+                f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+                f'<img alt="{html.escape(b.text)}" src="{light}"></picture>'
                 f"<figcaption>{_inline(b.text)}</figcaption></figure>"
             )
     body = "\n".join(out)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
         f"<style>{_CSS}</style><body>\n{body}\n</body></html>\n"
     )

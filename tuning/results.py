@@ -15,6 +15,9 @@ from replayssm_cute import tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
+_LEAST_US = 1e-3  # no call is as fast; ratios of zeros would be nonsense
+MAX_BYTES = 256 << 20  # results of hundreds of cells are some tens of MB
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -24,7 +27,8 @@ class Candidate:
         config: its tile config.
         time_us: microseconds a call; None if it failed.
         spread: (largest - smallest sample) / median; 0 where estimated.
-        stage: "raced", "first" (one measurement), "estimated" or "failed".
+        stage: the last round it came to, "first" (one brief measurement), "heat" or "raced"; else "estimated" or
+            "failed".
         reason: of a failure.
         facts: whatever else is known, JSON-like: registers, occupancy, what bounds it.
     """
@@ -67,9 +71,16 @@ class CellResult:
 
     @property
     def timed(self) -> list[Candidate]:
-        """Candidates that can win: the raced ones if there was a race, else all that have a time; fastest first."""
-        raced = [c for c in self.candidates if c.stage == "raced"]
-        return sorted(raced or [c for c in self.candidates if c.time_us is not None], key=lambda c: c.time_us or 0.0)
+        """Candidates that can win: those of the last round that was run; fastest first."""
+        stages = [[c for c in self.candidates if c.stage == stage] for stage in ("raced", "heat")]
+        known = next((found for found in stages if found), [c for c in self.candidates if c.time_us is not None])
+        return sorted(known, key=lambda c: c.time_us or 0.0)
+
+    @property
+    def compared(self) -> list[Candidate]:
+        """Candidates whose times may be compared closely: raced or of the heat, if there were; else all timed."""
+        close = [c for c in self.candidates if c.stage in ("raced", "heat")]
+        return close or [c for c in self.candidates if c.time_us is not None]
 
     def default_time(self) -> float | None:
         """The default config's time, or None if it has none."""
@@ -85,6 +96,11 @@ class CellResult:
         if default is not None and default.time_us is not None and fastest.time_us is not None:
             return default if default.time_us <= fastest.time_us * (1 + margin) else fastest
         return fastest
+
+    def peers_of_other_work(self) -> set[str]:
+        """Peers that do not replay: they move other bytes than a call must (the standard update writes every state)."""
+        named = {e["peer"] for e in self.peers if not e.get("replays", not e["peer"].endswith("-standard"))}
+        return named | {f"{peer} default" for peer in named}
 
     def best_peers(self) -> dict[str, float]:
         """Fastest time of each peer, and of its default variant ("<peer> default") where it has others."""
@@ -181,6 +197,8 @@ class Results:
             ValueError: if the file is not that, naming it.
         """
         try:
+            if (size := path.stat().st_size) > MAX_BYTES:
+                raise ValueError(f"{size} bytes, expected at most {MAX_BYTES}")
             data = json.loads(path.read_text(encoding="utf-8"))
             data.pop("historical", None)  # a mark on results that are kept for the record
             cells = tuple(
@@ -197,7 +215,7 @@ class Results:
                 )
                 for cell in data["cells"]
             )
-            return cls(
+            found = cls(
                 **{
                     **data,
                     "manifest": tables.Manifest.from_json(data["manifest"]),
@@ -205,8 +223,50 @@ class Results:
                     "cells": cells,
                 }
             )
-        except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as e:
-            raise ValueError(f"{path}: no results of a sweep ({type(e).__name__}: {e})") from e
+            _check(found)
+            return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError, RecursionError) as e:
+            text = " ".join(str(e).split())
+            raise ValueError(f"{path}: no results of a sweep ({type(e).__name__}: {text})"[:400]) from e
+
+
+def _check(results: Results) -> None:
+    """Refuse what a report would stumble over.
+
+    Raises:
+        TypeError, ValueError: for fields of the wrong type, and numbers that no measurement gives.
+    """
+
+    def number(name: str, value: object, least: float = 0.0) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+            raise TypeError(f"{name}: got {str(value)[:60]!r}, expected a finite number >= {least:g}")
+
+    def text(name: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected a str")
+
+    for name in ("plan", "title", "source", "read_gbs_method"):
+        text(name, getattr(results, name))
+    for note in results.notes:
+        text("notes", note)
+    number("read_gbs", results.read_gbs, 1.0)
+    number("margin", results.margin)
+    for cell in results.cells:
+        text("label", cell.label)
+        if not isinstance(cell.batch, int) or cell.batch < 1:
+            raise TypeError(f"batch: got {str(cell.batch)[:60]!r}, expected a positive int")
+        for name in ("bytes", "flush", "floor_us", "space"):
+            if getattr(cell, name) is not None or name in ("bytes", "flush"):
+                number(name, getattr(cell, name))
+        for c in cell.candidates:
+            text("stage", c.stage)
+            number("spread", c.spread)
+            if c.time_us is not None:
+                number("time_us", c.time_us, _LEAST_US)
+        for peer in cell.peers:
+            text("peer", peer["peer"])
+            if peer.get("time_us") is not None:
+                number(f"time_us of {peer['peer']}", peer["time_us"], _LEAST_US)
 
 
 def plain(value: Any) -> Any:

@@ -113,7 +113,7 @@ class Stability:
                 for c in data["cells"]
             )
             return cls(**{**data, "cells": cells})
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"{path}: no stability of a sweep ({type(e).__name__}: {e})") from e
 
 
@@ -121,7 +121,8 @@ def _compare(cells: Sequence[tuple[CellResult, float]]) -> CellStability:
     """One cell in the repeats that decided it."""
     decided = [(cell, winner) for cell, margin in cells if (winner := cell.decide(margin)) is not None]
     winners = [w.config for _, w in decided]
-    times = [{c.config: c.time_us for c in cell.candidates if c.time_us is not None} for cell, _ in decided]
+    # not those with one brief measurement: the luckiest of many such would look like the best
+    times = [{c.config: c.time_us for c in cell.compared if c.time_us is not None} for cell, _ in decided]
     pairs = list(itertools.combinations(winners, 2))
     first = cells[0][0]
     return CellStability(

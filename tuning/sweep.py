@@ -7,6 +7,7 @@ decides and writes (see `ranks`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -15,15 +16,18 @@ from typing import Any
 
 import filelock
 from rich.console import Console
+from rich.markup import escape
 
 from replayssm_cute import fingerprint, tables
 from replayssm_cute import target as targets
 
+from . import interrupt
 from .context import Context
-from .errors import SweepError, UsageError
+from .errors import Interrupted, SweepError, UsageError
 from .journal import Journal
 from .merging import conflict, merge
 from .plan import TuningPlan
+from .policy import Policy
 from .progress import Budget
 from .ranks import Ranks
 from .results import Results
@@ -47,6 +51,7 @@ def run(
     retry: bool = False,
     peers: bool = True,
     repeats: int = 1,
+    whole_grid: bool = False,
     merge_into: Path | None = None,
     ranks: Ranks | None = None,
     console: Console | None = None,
@@ -63,6 +68,7 @@ def run(
         peers: time other implementations beside, where installed.
         repeats: measure so many times with seeds of their own, each with the whole budget, and say how far they agree;
             the table is the first one's.
+        whole_grid: time also what the cost model thinks slow (see `Policy.prune`).
         merge_into: a table file that gets the cells too; what it has of others stays.
         ranks: this process among those that share the work (default: it is alone).
 
@@ -70,6 +76,7 @@ def run(
         The tables written.
 
     Raises:
+        Interrupted: after Ctrl-C, when what there was has been written.
         UsageError: if an estimate is to be repeated, or tables of several targets merged into one file.
         SweepError: if nothing came of it.
         OSError: if `out` cannot be written.
@@ -100,7 +107,7 @@ def run(
         ranks.gather("reading the journals", read)  # no rank writes while another one still reads
         with opened[0] as journal:
             for damage in journal.damaged:
-                console.print(damage, highlight=False, soft_wrap=True)
+                console.print(damage, highlight=False, markup=False, soft_wrap=True)
             if len(journal):
                 console.print(
                     f"journal: {len(journal)} results of earlier sweeps, used where nothing has changed", soft_wrap=True
@@ -115,17 +122,27 @@ def run(
                 retry=retry,
                 ranks=ranks,
             )
-            if device is not None:
-                from .on_device import measure
+            # torchrun ends its processes itself
+            with contextlib.nullcontext() if ranks.several else interrupt.ends(ctx.budget):
+                try:
+                    if device is not None:
+                        from .on_device import measure
 
-                repeated = measure(ctx, device, peers=peers, repeats=repeats)
-                found = repeated[:1]
-            else:
-                from .on_paper import estimate
+                        policy = Policy(prune=0.0) if whole_grid else Policy()
+                        repeated = measure(ctx, device, peers=peers, policy=policy, repeats=repeats)
+                        found = repeated[:1]
+                    else:
+                        from .on_paper import estimate
 
-                repeated = []
-                found = estimate(ctx, chosen)
-            return ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
+                        repeated, found = [], estimate(ctx, chosen)
+                    paths = ctx.only_first("writing", lambda: _write_all(found, repeated, out, console, merge_into))
+                except SweepError as e:
+                    if ctx.budget.ended:
+                        raise Interrupted(f"no table was written: {e}") from e
+                    raise
+            if ctx.budget.ended:
+                raise Interrupted(f"{', '.join(map(str, paths))} has what was done", paths)
+            return paths
 
 
 def _write_all(
@@ -201,7 +218,8 @@ def write(results: Results, out: Path, console: Console) -> Path:
         results.save(out / f"{name}{RESULTS_SUFFIX}")
         manifest = results.manifest
         for note in results.notes:
-            console.print(f"[yellow]note[/] {manifest.gpu_name}: {note}", highlight=False, soft_wrap=True)
+            said = escape(f"{manifest.gpu_name}: {note}")
+            console.print(f"[yellow]note[/] {said}", highlight=False, soft_wrap=True)
         try:
             fresh.table()
         except ValueError as e:

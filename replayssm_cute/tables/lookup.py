@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import logging
 import math
 import threading
@@ -24,6 +25,9 @@ _SAME = ("state_dtype", "io_dtype", "head_dim", "d_state", "heads_per_group")
 # A cell answers for at most so many times more or less work (batch x heads) than it was made at: what wins at one row
 # can be several times slower than the default rule at a hundred.
 REACH = 4
+# The bucket at or above answers within so many times more work: a config that wins with more work does well with less,
+# while one that wins below may need one more wave of CTAs. Where the next bucket is further off, the nearest answers.
+UP = 2
 # Batches that `candidates` asks the default rule about: all small ones, then a grid.
 _BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
 
@@ -115,15 +119,16 @@ class Tables:
     def choose(self, problem: Problem, batch: int) -> Choice:
         """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
         for buckets, choices in self._exact.get(problem, ()):
-            at = bisect.bisect_left(buckets, batch)
-            if at < len(choices) and buckets[at] <= REACH * batch:
+            at = _answering(buckets, batch)
+            if at is not None and batch <= buckets[-1]:
                 return choices[at]
         return self._nearest(problem, batch) or self._default(problem, batch)
 
     def _nearest(self, problem: Problem, batch: int) -> Choice | None:
         """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties.
 
-        None if no comparable problem has a cell within `REACH`.
+        Each problem offers the cell that would answer for itself (see `_answering`). None if no comparable one has a
+        cell within `REACH`.
         """
         best: tuple[tuple[float, ...], Choice] | None = None
         for rank, (name, table) in enumerate(self.tables):
@@ -164,12 +169,16 @@ class Tables:
         """Every config that `choose` returns for some batch of `problem`: exact up to batch 256, on a grid above."""
         edges: set[int] = set(_BATCHES)
         for _, table in self.tables:
-            # A cell answers within `REACH` of its own batch, scaled by heads where it is another problem's.
+            # Where a cell begins or ends to answer, in batch x heads: see `_answering`.
             for other, cells in table.entries.items():
-                for cell in cells if _comparable(other, problem) else ():
-                    for work in (cell.batch * other.heads, cell.batch * other.heads * REACH):
-                        edges |= {work // problem.heads, work // problem.heads + 1}
-                    edges |= {-(-cell.batch * other.heads // (problem.heads * REACH))}
+                if not _comparable(other, problem):
+                    continue
+                batches = [float(cell.batch) for cell in _valid(problem, self.target, cells)]
+                turns = [b * f for b in batches for f in (1, 1 / UP, REACH, 1 / REACH)]
+                turns += [math.sqrt(a * b) for a, b in itertools.pairwise(batches)]
+                for turn in turns:
+                    batch = int(turn * other.heads / problem.heads)
+                    edges |= {batch - 1, batch, batch + 1, batch + 2}
         return tuple(dict.fromkeys(self.choose(problem, b).config for b in sorted(edges) if b >= 1))
 
 
@@ -181,16 +190,26 @@ def _kind(table: Table) -> str:
     return f"{table.manifest.provenance} table"
 
 
+def _answering(buckets: Sequence[float], batch: float) -> int | None:
+    """Which of the ascending buckets answers for `batch`, or None if none is within `REACH`.
+
+    The first one at or above, if it is within `UP`; else the nearest in the logarithm.
+    """
+    at = bisect.bisect_left(buckets, batch)
+    if at < len(buckets) and buckets[at] <= UP * batch:
+        return at
+    around = [i for i in (at, at - 1) if 0 <= i < len(buckets)]  # the one above wins a tie
+    found = min(around, key=lambda i: max(buckets[i] / batch, batch / buckets[i]), default=None)
+    if found is None or not batch / REACH <= buckets[found] <= REACH * batch:
+        return None
+    return found
+
+
 def _reaching(problem: Problem, target: Target, cells: Iterable[Cell], batch: float) -> Cell | None:
-    """The first valid cell at or above `batch`, else the last valid one below, if it is within `REACH`."""
-    below = None
-    for cell in _valid(problem, target, cells):
-        if cell.batch >= batch:
-            if cell.batch <= REACH * batch:
-                return cell
-            break
-        below = cell
-    return below if below is not None and below.batch * REACH >= batch else None
+    """The valid cell that answers for `batch`, or None."""
+    valid = list(_valid(problem, target, cells))
+    at = _answering([cell.batch for cell in valid], batch)
+    return None if at is None else valid[at]
 
 
 def _valid(problem: Problem, target: Target, cells: Iterable[Cell]) -> Iterator[Cell]:

@@ -125,17 +125,18 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The answer for one problem in one batch bucket: batches up to `batch` that no smaller bucket takes.
+    """The answer for one problem in one batch bucket: `batch` rows and those near it (`lookup` says how near).
 
     Attributes:
-        batch: rows, the bucket's upper end and what was timed.
+        batch: rows that were timed.
         config: the winner.
         time_us: its time for one step.
         bytes: bytes that the step moves (mean over the mix of flush and other rows).
         gb_s: bytes / time in GB/s (1e9).
         limit_fraction: gb_s over the GPU's streaming read limit.
         runner_up, runner_up_us: the next best config and its time, None if there was no other.
-        margin: by which fraction of its time the runner-up is slower.
+        margin: by which fraction of the winner's time the runner-up is slower; 0 where it is faster by too little to
+            replace the default (see `runner_up_slower`).
         default_us: time of the default rule's config.
         peers: times of other implementations in the same run, by name.
     """
@@ -151,6 +152,13 @@ class Cell:
     margin: float | None = None
     default_us: float | None = None
     peers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def runner_up_slower(self) -> float | None:
+        """Like `margin`, but negative where the runner-up is faster; None if the cell does not tell."""
+        if self.runner_up_us is None or not self.time_us:
+            return self.margin
+        return self.runner_up_us / self.time_us - 1
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `from_json` gives the same Cell back."""

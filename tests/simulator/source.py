@@ -63,6 +63,11 @@ class Source:
             return dsl.MODULES[name]
         return builtins.__import__(name, globals_, locals_, wanted, level)
 
+    def transform(self, tree: ast.Module) -> ast.Module:
+        """What becomes of a module's code."""
+        found: ast.Module = _Traced().visit(tree)
+        return found
+
     def module(self, name: str) -> Any:
         """A module of `replayssm_cute.kernels`, loaded once."""
         if name not in self.modules:
@@ -71,7 +76,7 @@ class Source:
             if self.replace and self.replace[0] == name:
                 assert text.count(self.replace[1]) == 1, f"{self.replace[1]!r} is not in {path} exactly once"
                 text = text.replace(*self.replace[1:])
-            tree = ast.fix_missing_locations(_Traced().visit(ast.parse(text)))
+            tree = ast.fix_missing_locations(self.transform(ast.parse(text)))
             found = ModuleType(f"simulated.{name}")
             vars(found).update(_branch=branch, __builtins__={**vars(builtins), "__import__": self._import})
             exec(compile(tree, str(path), "exec"), vars(found))

@@ -1,0 +1,49 @@
+"""Problems and configs that the Blackwell step kernel is simulated on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from simulated_cases import BASE
+
+from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import Sm100Config
+
+
+def case(fields: dict[str, Any], **shape: Any) -> tuple[Problem, Sm100Config]:
+    problem = dataclasses.replace(BASE, **({"heads": 2, "groups": 1} | fields))
+    return problem, Sm100Config.of(problem, **shape)
+
+
+F16 = {"state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f16", "dt_bias_dtype": "f16"}
+BARE = {
+    **dict.fromkeys(("d_dtype", "dt_bias_dtype", "index_dtype")),
+    **dict.fromkeys(("has_z", "dt_softplus"), False),
+    "dt_dtype": "f32",
+}
+CASES: dict[str, tuple[Problem, Sm100Config]] = {
+    "plain": case({"heads": 4, "groups": 2, "d_state": 128}),
+    "whole": case({"d_state": 128}, ring="whole"),
+    "two turns, one stage": case({"heads": 4}, turns=2),
+    "two turns, two stages, a tail": case({"heads": 4, "d_state": 128}, turns=2, stages=2, tail_rows=2),
+    "four turns, two stages, whole": case({"heads": 8}, turns=4, stages=2, ring="whole"),
+    "six turns, two stages: more heads than warps": case({"heads": 12}, turns=6, stages=2),
+    "three turns, three stages": case({"heads": 6}, turns=3, stages=3),
+    "heads of 128 rows": case({"head_dim": 128, "groups": 2}),
+    "heads of 128 rows, d_state 256, two turns": case({"head_dim": 128, "d_state": 256}, turns=2),
+    "T = W = 16": case({"tokens": 16}),
+    "T = W = 16, two turns, whole": case({"heads": 4, "tokens": 16}, turns=2, ring="whole"),
+    "T 9, W 11": case({"tokens": 9, "window": 11}),
+    "T = W = 1": case({"tokens": 1, "window": 1}),
+    "bf16, two turns": case({"heads": 4, "state_dtype": "bf16", "d_state": 128}, turns=2),
+    "bf16, heads of 128 rows, d_state 256": case({"head_dim": 128, "d_state": 256, "state_dtype": "bf16"}),
+    "f16": case({**F16, "d_state": 128}),
+    "f32 state, f16 inputs": case({**F16, "state_dtype": "f32"}),
+    "gaps everywhere": case({"heads": 4, "groups": 2, "compact": False}),
+    "gaps everywhere, two turns": case({"heads": 4, "compact": False}, turns=2),
+    "nothing optional": case({**BARE}),
+    "nothing optional, two turns": case({**BARE, "heads": 4}, turns=2),
+    "behind another kernel": case({"pdl": True, "d_state": 128}),
+    "behind another kernel, three turns, two stages": case({"heads": 6, "pdl": True}, turns=3, stages=2),
+}
