@@ -2,10 +2,15 @@
 
 One tile: A by TMA, A·B by tcgen05, sums through tensor memory to global memory. It is compiled, never run. What it says
 of layouts and instructions is NVIDIA's word, not ours.
+
+As a script it compiles all that the tests ask about and writes it into the working directory, where the DSL leaves the
+PTX anyhow: an object file for each (kind, architecture), and `known.json`.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import cutlass
@@ -15,7 +20,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-ROWS, COLUMNS = 128, 16
+ROWS, COLUMNS, K = 128, 16, 128
+ASKED = (("f32", "sm_100a"), ("f32", "sm_103a"), ("bf16", "sm_100a"), ("bf16", "sm_103a"), ("f16", "sm_100a"))
 LAYOUTS: dict[str, Any] = {}
 """What was printed at the last compilation: layouts of A and B in shared memory, of the copy, and of its source."""
 
@@ -113,3 +119,17 @@ def compile_known(kind: str, k: int, arch: str) -> Any:
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = fake(kernel.element, ROWS, k), fake(kernel.element, COLUMNS, k), fake(Float32, ROWS, COLUMNS)
     return cute.compile(kernel, *tensors, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx")
+
+
+def main() -> None:
+    """Compile everything of `ASKED`."""
+    found = {}
+    for kind, arch in ASKED:
+        compiled = compile_known(kind, K, arch)
+        compiled.export_to_c(f"{kind}-{arch}.o", function_name="known")
+        found[f"{kind}-{arch}"] = {"layouts": dict(LAYOUTS), "ptx": compiled.__ptx__}
+    Path("known.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -505,3 +505,56 @@ def test_damaged_results_are_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     path.write_text('{"cells": 3')
     assert cli.main(["report", str(tmp_path)]) == 1
     assert path.name in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------
+# Journals that are damaged, or made up
+# ---------------------------------------------------------------------------------------------------
+
+HOSTILE: list[Any] = [
+    None, 5, "x", [], {}, {"value": None}, {"value": 5}, {"value": {}}, {"value": [1, 2]},
+    {"value": {"time_us": "1"}}, {"value": {"time_us": -1.0, "spread": 0, "bytes": 1, "flush": 0}},
+    {"value": {"time_us": 0, "spread": 0, "bytes": 1, "flush": 0}}, {"failed": 3}, {"failed": {}, "reason": "x"},
+    {"failed": "crash", "reason": 7}, {"registers": -1}, {"registers": 96, "shared_bytes": "many", "stack_bytes": 0},
+    {"value": {"read_gbs": 0, "method": "m"}}, {"value": [{"peer": 1}]}, {"value": [{"peer": "p"}] * 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=str)
+def test_a_journal_with_made_up_results_changes_nothing(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, hostile: Any
+) -> None:
+    small = dataclasses.replace(small, batches=(64,), workloads=small.workloads[:1])
+    policy = dataclasses.replace(POLICY, prune=0.0)
+    right = measured(small, tmp_path, Device(), policy)
+    journal = tmp_path / "journal.jsonl"
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert {r["key"]["kind"] for r in records} == {
+        "limit",
+        "compile",
+        "check",
+        "time",
+        "heat",
+        "race",
+        "peers",
+        "floor",
+    }
+    for record in records:
+        record["result"] = hostile
+    journal.write_text("".join(json.dumps(r) + "\n" for r in records))
+    found = measured(small, tmp_path, Device(), policy)
+    assert found.cells == right.cells
+    assert found.table().entries == right.table().entries
+
+
+def test_a_hostile_line_of_a_journal_costs_itself_and_one_line(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["[" * 100_000, "null", '"x"', '{"key": 1}', '{"key": {}, "result": []}', '{"at": "[red]", "key": {}}']
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines) + "\n\xff\n", encoding="latin-1")
+    sweep.run(small, tmp_path, workers=1, target_names=("sm_90a",), console=Console(width=40))
+    said = capsys.readouterr().out.splitlines()
+    damaged = (1, 2, 3, 4, 6, 7)  # the fifth says nothing, of nothing
+    assert [line for line in said if "left out" in line] == [
+        f"journal.jsonl: line {n} is damaged and left out" for n in damaged
+    ]

@@ -13,6 +13,7 @@ from . import cost, space
 from .context import Context
 from .plan import Workload
 from .progress import Steps
+from .sound import sound
 
 NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
 
@@ -100,6 +101,8 @@ def _compile(
     todo = []
     for item in items:
         found = ctx.known(key(item))
+        if found is not None and not sound("compile", found, {}):
+            found = None  # compiled again, or found in the disk cache
         if found is not None and ("failed" in found or not need_code):
             results[item] = found
         else:

@@ -122,9 +122,11 @@ def _records(path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            yield record["key"], record["result"]
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that a kill cut short
+            key, result = record["key"], record["result"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # a line that a kill cut short, or no journal's
+        if isinstance(key, dict) and isinstance(result, dict) and "kind" in key:
+            yield key, result
 
 
 def _kernel(key: dict[str, Any], config: dict[str, Any]) -> str:
