@@ -20,6 +20,7 @@ from .target import Target
 ARCHES = ("sm_100a", "sm_103a")
 ROWS = 128  # M of the MMA: rows of the state that a CTA takes at a time
 COLUMNS = 16  # N of the MMA: tokens, padded; 8 is not legal beside M = 128 in every description of the instruction
+MOST_ROWS = 16  # of the window and of new tokens
 WARPS = 4  # of the epilogue: a warp can read 32 of tensor memory's 128 lanes; one more warp issues copies and MMAs
 TENSOR_COLUMNS = 512  # of tensor memory, for all CTAs of a multiprocessor
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two
@@ -28,6 +29,10 @@ ALIGNMENT = 1024  # bytes: period of the 128-byte swizzle
 
 def uncovered(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem on any GPU, or None if it can."""
+    if problem.ragged:
+        return "rows of lengths of their own are the portable kernel's"
+    if max(problem.window, problem.tokens) > MOST_ROWS:
+        return f"W = {problem.window}, T = {problem.tokens}: at most {MOST_ROWS} of each"
     if ROWS % problem.head_dim:
         return f"head_dim {problem.head_dim} does not divide the {ROWS} rows of an MMA"
     if problem.heads_per_group % (ROWS // problem.head_dim):

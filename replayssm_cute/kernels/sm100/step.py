@@ -95,6 +95,7 @@ class Sm100StepKernel(StepKernel):
         z: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         slots: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
         stream,
     ):
@@ -115,7 +116,7 @@ class Sm100StepKernel(StepKernel):
         )
         self.kernel(
             atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
-            x, dt, a, b, c, out, d, z, dt_bias, slots, pad_slot_id,
+            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id,
         ).launch(
             grid=[self.grid_size(x.shape[0]), 1, 1],
             block=[spec.all_threads, 1, 1],
@@ -146,6 +147,7 @@ class Sm100StepKernel(StepKernel):
         z: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         slots: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
     ):
         spec = self.spec
@@ -162,6 +164,8 @@ class Sm100StepKernel(StepKernel):
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
+        new = spec.new_row(row, cu_seqlens, x.shape[1])
+        length = new[2]
         live = cute.arch.make_warp_uniform(Int32((slot != pad_slot_id) & (slot >= 0))) != 0
         slot32 = Int32(slot)
 
@@ -238,14 +242,14 @@ class Sm100StepKernel(StepKernel):
                 if live:
                     start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
                 cute.arch.griddepcontrol_wait()
-            c_words = self.readout_c.load(c, row, group)
-            scan_new = self.decay.load_new(dt, a, dt_bias, d, row, scan_head, lane)
+            c_words = self.readout_c.load(c, new, group)
+            scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
             for stage in cutlass.range_constexpr(shared.input_stages):
                 if stage < turns:
                     at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                    self.tokens.copy_new(at, x, z, row, first + stage * config.parallel_heads, p0, lane)
+                    self.tokens.copy_new(at, x, z, new, first + stage * config.parallel_heads, p0, lane)
             if cutlass.const_expr(only_turn):
-                new_x = self.tokens.new_x(x, row, first, p0, lane)
+                new_x = self.tokens.new_x(x, new, first, p0, lane)
             cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
             if live:
@@ -257,7 +261,7 @@ class Sm100StepKernel(StepKernel):
                 bc_tile = warp % shared.tile_warps
                 bc_rows = self.products.new_rows()
                 ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
-                self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, bc_tile, warp, g, t)
+                self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, bc_tile, warp, g, t)
                 for stage in cutlass.range_constexpr(shared.input_stages):
                     if stage < turns:
                         at = address + my_inputs + stage * spec.warps * shared.input_bytes
@@ -268,8 +272,8 @@ class Sm100StepKernel(StepKernel):
                 fence_after_sync()
                 base = load_words(raw + tensor.base, 1)[0]
                 if cutlass.const_expr(only_turn):
-                    self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, lane)
-                flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), p.tokens, p.window))
+                    self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, length, lane)
+                flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
                 if cutlass.const_expr(only_turn):
                     flush_b = self.state_tile.new_b()
                     if flush:
@@ -278,24 +282,24 @@ class Sm100StepKernel(StepKernel):
                 # ---- once per CTA: B·C, decay vectors, appended rows of B and dt, weights ----
                 appends = head0 % p.heads_per_group == 0
                 self.products.partial_sums(
-                    bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, bc_tile, warp, g, t
+                    bc_rows, raw, products, b_cache, slot, group, start, pnat, length, appends, bc_tile, warp, g, t
                 )
                 for more in cutlass.range_constexpr(1, -(-shared.tiles // shared.tile_warps)):
                     later_tile = bc_tile + more * shared.tile_warps
-                    self.products.load_rows(bc_rows, b_cache, b, row, slot, group, start, pnat, later_tile, warp, g, t)
+                    self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, later_tile, warp, g, t)
                     self.products.partial_sums(
-                        bc_rows, raw, products, b_cache, slot, group, start, pnat, appends, later_tile, warp, g, t
+                        bc_rows, raw, products, b_cache, slot, group, start, pnat, length, appends, later_tile, warp, g, t
                     )
                 if scan < count:
                     self.decay.make_vectors(
-                        dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, 0, lane
+                        dt_cache, scan_new, ring_dt, vectors, scan, slot, scan_head, start, pnat, length, 0, lane
                     )
                 if cutlass.const_expr(config.heads_per_cta > spec.warps):
                     for i in cutlass.range(scan + spec.warps, count, spec.warps, unroll=1):
-                        later_new = self.decay.load_new(dt, a, dt_bias, d, row, head0 + i, lane)
+                        later_new = self.decay.load_new(dt, a, dt_bias, d, new, head0 + i, lane)
                         later_dt = self.decay.load_ring(dt_cache, slot, head0 + i, start, pnat, lane)
                         self.decay.make_vectors(
-                            dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, 0, lane
+                            dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, length, 0, lane
                         )
                 cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
                 if cutlass.const_expr(not only_turn):
@@ -324,16 +328,13 @@ class Sm100StepKernel(StepKernel):
                     if cutlass.const_expr(not only_turn):
                         self.await_inputs(raw, at, start, pnat, lane)
                     gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
-                    if cutlass.const_expr(only_turn):
-                        weights = self.weights.made(products, vectors, index, start, pnat, g, t)
-                    else:
-                        weights = self.weights.stored(raw, index, g, t)
+                    weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                     sums = self.tokens.contributions(address + at, weights, lane)
                     if cutlass.const_expr(not only_turn):
-                        self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, lane)
+                        self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, length, lane)
                     cute.arch.mbarrier_wait(done + i, 0)
                     self.take_read_out(read_out, base + i * COLUMNS, warp)
-                    self.tokens.store_outputs(out, raw, read_out, sums, gates, index, row, head, p0, g, t)
+                    self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
                     if cutlass.const_expr(not only_turn) and flush:
                         cute.arch.mbarrier_wait(full + stage, phase)
                         self.flush(
@@ -347,7 +348,7 @@ class Sm100StepKernel(StepKernel):
                                 cute.arch.mbarrier_arrive(empty + stage)
                         if i + shared.input_stages < turns:
                             later_head = head + shared.input_stages * config.parallel_heads
-                            self.tokens.copy_new(address + at, x, z, row, later_head, p0, lane)
+                            self.tokens.copy_new(address + at, x, z, new, later_head, p0, lane)
                             self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
                         cute.arch.cp_async_commit_group()
                         input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
@@ -359,7 +360,7 @@ class Sm100StepKernel(StepKernel):
             else:
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
-                self.tokens.store_zeros(out, row, first, turns, p0, lane)
+                self.tokens.store_zeros(out, new, first, turns, p0, lane)
 
     def floats(self, raw, offset):
         """Shared memory from an offset on, as floats."""
