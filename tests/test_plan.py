@@ -631,8 +631,8 @@ def test_bad_ragged_tensors_on_a_warm_signature_raise_named_errors_and_leave_the
     assert call.cu_seqlens is not None
     api.checkpointing_ssu(**call.kwargs())
     changes: dict[str, Any] = {
-        "cu_seqlens": call.cu_seqlens.long(), "out": call.out[:, :-1], "x": call.x.repeat(2, 1, 1, 1), "B": call.B.cpu(),
-        "state_batch_indices": call.cu_seqlens, "dt": call.dt[:, 1:], "max_seqlen": 33,
+        "cu_seqlens": call.cu_seqlens.long(), "out": call.out[:, :-1], "x": call.x.repeat(2, 1, 1, 1),
+        "B": call.B.cpu(), "state_batch_indices": call.cu_seqlens, "dt": call.dt[:, 1:], "max_seqlen": 33,
     }  # fmt: skip
     for name, value in changes.items():
         with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
