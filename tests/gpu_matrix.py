@@ -1,8 +1,9 @@
-"""The correctness matrix of the step kernel: pairwise covering instead of the full product, about forty kernels."""
+"""The correctness matrix of the step kernel: pairwise covering instead of the full product, about sixty kernels."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,29 @@ GEOMETRIES = (
 )
 # Other shapes of head that the contract allows, once each.
 OTHER_GEOMETRIES = ((24, 128, 256, 1), (80, 64, 64, 1), (32, 64, 256, 2), (16, 80, 256, 4), (32, 128, 128, 2))
+
+# Windows above 16 and more than 16 new tokens, and packed ragged rows, over some of the rest: what differs from a
+# plain problem of one group, and the kind of tile.
+_PLAIN = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16, has_z=True)
+_F16 = {"state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f16"}
+OTHER_WINDOWS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"window": 32}, "one"),
+    ({"window": 32, "tokens": 8, "state_dtype": "bf16"}, "tail"),
+    ({"window": 33, "tokens": 17, "groups": 2, **_F16}, "tail"),
+    ({"window": 64, "tokens": 1, "head_dim": 80, "state_dtype": "bf16"}, "one"),
+    ({"window": 64, "tokens": 32}, "one"),
+    ({"window": 64, "tokens": 32, "state_dtype": "bf16", "has_z": False, "groups": 2}, "tail"),
+    ({"window": 64, "tokens": 5, "state_dtype": "bf16", "index_dtype": "i64"}, "pairs"),
+)
+RAGGED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "one"),
+    ({"tokens": 8, "groups": 2, "state_dtype": "bf16"}, "tail"),
+    ({"tokens": 3, "window": 11, "dt_dtype": "f32", "index_dtype": "i64", **_F16}, "several whole"),
+    ({"tokens": 16, "has_z": False, "d_dtype": None, "index_dtype": None}, "pairs"),
+    ({"tokens": 1, "head_dim": 80, "state_dtype": "bf16", "dt_bias_dtype": None}, "wide"),
+    ({"tokens": 32, "window": 64, "dt_softplus": False}, "one"),
+    ({"tokens": 17, "window": 40, "groups": 2, "state_dtype": "bf16"}, "tail"),
+)
 
 AXES: dict[str, tuple[Any, ...]] = {
     "geometry": GEOMETRIES,
@@ -147,9 +171,11 @@ def _problem(row: dict[str, Any], number: int) -> Problem:
 
 
 def cases() -> list[Case]:
-    """The matrix: the covering over the promised geometries, and the other head shapes."""
+    """The matrix: the covering over the promised geometries, the other head shapes, long windows and ragged rows."""
     found = [Case(_problem(row, i), row["tile"]) for i, row in enumerate(rows())]
     for i, geometry in enumerate(OTHER_GEOMETRIES):
         row = {axis: values[i % len(values)] for axis, values in AXES.items()} | {"geometry": geometry}
         found.append(Case(_problem(row, i), row["tile"]))
+    found += [Case(dataclasses.replace(_PLAIN, **changes), tile) for changes, tile in OTHER_WINDOWS]
+    found += [Case(dataclasses.replace(_PLAIN, ragged=True, **changes), tile) for changes, tile in RAGGED]
     return found

@@ -77,6 +77,17 @@ def test_every_layer_decodes_until_it_flushes_and_every_byte_is_restored(
     assert_unchanged(cache, before)
 
 
+@pytest.mark.parametrize("index", ["i32", None])
+def test_ragged_problems_decode_on_a_cache_too(warm: None, index: str | None) -> None:
+    cache = full()
+    before = snapshot(cache)
+    ragged = dataclasses.replace(SMALL, ragged=True, index_dtype=index)
+    coverage = warmup([SMALL, ragged], [2, 9], cache=cache, device=-1)
+    assert [(c.problem, c.batch) for c in coverage.covered] == [(p, b) for p in (SMALL, ragged) for b in (2, 9)]
+    assert len({c.decoded for c in coverage.covered}) == 1, "as many steps as a dense problem"
+    assert_unchanged(cache, before)
+
+
 def test_a_failing_step_leaves_every_byte_as_it_was(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = full()
     warmup([SMALL], [4], cache=cache, device=-1)

@@ -78,6 +78,7 @@ def test_key_changes_with_every_problem_field() -> None:
         "heads": 8, "head_dim": 128, "d_state": 128, "groups": 4, "tokens": 3, "window": 5, "state_dtype": "bf16",
         "io_dtype": "f16", "dt_dtype": "f32", "a_dtype": "bf16", "d_dtype": None, "dt_bias_dtype": "f32",
         "has_z": True, "dt_softplus": False, "index_dtype": "i64", "pdl": True, "compact": False,
+        "ragged": True,
     }  # fmt: skip
     base = dataclasses.replace(SMALL, dt_dtype="f32")  # so that io_dtype may change alone
     other["dt_dtype"] = "bf16"
@@ -416,7 +417,7 @@ def test_second_process_compiles_nothing(real_cache: tuple[Path, str]) -> None:
         try:
             kernel()
         except TypeError as error:
-            assert "Expects 17 parameters" in str(error), error
+            assert "Expects 18 parameters" in str(error), error
         c = compiler.counters()
         print(c.compiled, c.disk, time.perf_counter() - start)
     """

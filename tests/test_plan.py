@@ -18,7 +18,7 @@ import torch
 from fakes import H200, SMALL
 from pretend_cuda import Pretend
 
-from replayssm_cute import api, compiler, plan, tables
+from replayssm_cute import api, compare, compiler, plan, tables
 from replayssm_cute.calls import Call, random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
@@ -623,6 +623,26 @@ def test_bad_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_us
     torch.cuda.synchronize()
     api.checkpointing_ssu(**call.kwargs())
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_bad_ragged_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_usable() -> None:
+    call = random_call(RAGGED, 3, lengths=(2, 0, 1), tail=1, device="cuda")
+    assert call.cu_seqlens is not None
+    api.checkpointing_ssu(**call.kwargs())
+    changes: dict[str, Any] = {
+        "cu_seqlens": call.cu_seqlens.long(), "out": call.out[:, :-1], "x": call.x.repeat(2, 1, 1, 1),
+        "B": call.B.cpu(), "state_batch_indices": call.cu_seqlens, "dt": call.dt[:, 1:], "max_seqlen": 33,
+    }  # fmt: skip
+    for name, value in changes.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
+            api.checkpointing_ssu(**{**call.kwargs(), name: value})
+    torch.cuda.synchronize()
+    for seed in range(4):  # other totals, the same plan
+        fresh = random_call(RAGGED, 3, seed=seed, tail=seed, device="cuda")
+        before = fresh.clone()
+        api.checkpointing_ssu(**fresh.kwargs())
+        assert compare.bounds(RAGGED).violation(compare.errors(before, fresh)) is None
 
 
 @pytest.mark.gpu

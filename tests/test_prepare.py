@@ -18,6 +18,7 @@ import replayssm_cute
 from replayssm_cute import Plan, api, compiler, plan
 from replayssm_cute.calls import Call, random_call
 from replayssm_cute.config import TileConfig
+from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 fake_compiler = fakes.fake_compiler
@@ -310,8 +311,9 @@ def test_a_bound_launch_makes_its_device_current(cpu_as_gpu: None, monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_a_prepared_launch_gives_the_calls_result_bit_for_bit() -> None:
-    call = random_call(RICH, 5, padding=[1], device="cuda")
+@pytest.mark.parametrize("problem", [RICH, RAGGED], ids=["dense", "ragged"])
+def test_a_prepared_launch_gives_the_calls_result_bit_for_bit(problem: Problem) -> None:
+    call = random_call(problem, 5, padding=[1], device="cuda")
     twin, bound = call.clone(), call.clone()
     prepared = replayssm_cute.prepare(**call.kwargs())
     api.checkpointing_ssu(**twin.kwargs())

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import gpu_matrix
 import pytest
 import torch
 from bad_inputs import PROBLEM as BAD_PROBLEM
-from bad_inputs import Bad, bad_inputs, good_call
+from bad_inputs import RAGGED as RAGGED_BAD
+from bad_inputs import Bad, bad_inputs, bad_packing, good_call, good_ragged_call
 from gpu_matrix import AXES, OTHER_GEOMETRIES, Case, tile_config
 
 import replayssm_cute
-from replayssm_cute import compare, compiler, fingerprint, ring, target
+from replayssm_cute import compare, compiler, fingerprint, packing, ring, target
 from replayssm_cute.calls import WRITTEN, Call, random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
@@ -41,6 +42,10 @@ NONE_INDEX = dataclasses.replace(SMALL, index_dtype=None)
 LONG_INDEX = dataclasses.replace(SMALL, index_dtype="i64")
 PDL = dataclasses.replace(SMALL, pdl=True)
 SPREAD = dataclasses.replace(SMALL, groups=2, compact=False)
+RAGGED = dataclasses.replace(SMALL, ragged=True)
+RAGGED_ONE = dataclasses.replace(ONE_TOKEN, ragged=True)
+RAGGED_SPREAD = dataclasses.replace(SPREAD, ragged=True)
+RAGGED_PDL = dataclasses.replace(PDL, ragged=True)
 TILES = AXES["tile"]
 
 MATRIX = gpu_matrix.cases()
@@ -49,6 +54,8 @@ KERNELS = [
     *((p, t) for p in (SMALL, ONE_TOKEN) for t in TILES),
     *((p, "one") for p in (*LARGE_SLOTS, NONE_INDEX, LONG_INDEX, PDL, BAD_PROBLEM)),
     *((SPREAD, t) for t in ("one", "several whole")),
+    *((RAGGED, t) for t in TILES),
+    *((p, "one") for p in (RAGGED_ONE, RAGGED_SPREAD, RAGGED_PDL, RAGGED_BAD)),
 ]
 RECORD: list[dict[str, Any]] = []
 
@@ -102,8 +109,17 @@ def check(problem: Problem, before: Call, after: Call, what: str) -> compare.Err
 
 
 def mixed(problem: Problem, *, pad: int = -1, seed: int = 0, dead: float | None = float("nan"), **kwargs: Any) -> Call:
-    """Every pnat in 0..W in some order of slots, random ring phases, and two padding rows where slots are named."""
+    """Every pnat in 0..W in some order of slots, random ring phases, and two padding rows where slots are named.
+
+    Of a ragged problem every pnat twice, at full length and at a random one, and tokens that no row has.
+    """
     counts = [*range(problem.window + 1)]
+    if problem.ragged:
+        drawn = torch.randint(0, problem.tokens + 1, (len(counts),), generator=torch.Generator().manual_seed(seed))
+        lengths = [*[problem.tokens] * len(counts), *drawn.tolist()]
+        lengths += [] if problem.index_dtype is None else [problem.tokens, 1]
+        kwargs = {"tail": 3, "lengths": lengths} | kwargs
+        counts *= 2
     padding: tuple[int, ...] = ()
     if problem.index_dtype is not None:
         counts, padding = [*counts, 0, 0], (len(counts), len(counts) + 1)
@@ -131,9 +147,12 @@ def test_the_matrix_covers_what_it_promises() -> None:
     covered = {pair for row in gpu_matrix.rows() for pair in gpu_matrix.pairs(row)}
     assert gpu_matrix.needed() <= covered
     h200 = target.named("h200")
-    assert len({(p, tile_config(t, p, h200)) for p, t in KERNELS}) <= 75
+    assert len({(p, tile_config(t, p, h200)) for p, t in KERNELS}) <= 100
     for case in MATRIX:
         assert case.config(h200).is_valid(case.problem, h200)
+    assert {(c.problem.window > 16, c.problem.tokens > 16, c.problem.ragged, c.tile) for c in MATRIX} >= {
+        (True, True, ragged, tile) for ragged in (False, True) for tile in ("one", "tail")
+    }
     shapes = {(c.problem.head_dim, c.problem.d_state) for c in MATRIX}
     assert shapes >= {g[1:3] for g in (*gpu_matrix.GEOMETRIES, *OTHER_GEOMETRIES)}
 
@@ -167,6 +186,137 @@ def test_every_cursor_position(problem: Problem, tile: str, gpu: target.Target) 
     before = random_call(problem, len(positions), ring_start=starts, pnat=counts, seed=1, device=CUDA)
     after = step(before.clone(), tile_config(tile, problem, gpu))
     check(problem, before, after, f"cursor positions {problem.label()} {tile}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ragged rows
+# ---------------------------------------------------------------------------------------------------
+
+
+def packed(call: Call) -> Call:
+    """A dense call in ragged form: every row with all its tokens."""
+    dense = call.clone()
+    for name in ("x", "dt", "B", "C", "out", "z"):
+        if (t := getattr(dense, name)) is not None:
+            flat = (t[..., :1] if t.stride(-1) == 0 else t).flatten(0, 1)[None]
+            setattr(dense, name, flat.expand(*flat.shape[:-1], t.shape[-1]))
+    dense.cu_seqlens = packing.uniform(call.batch, call.tokens, CUDA)
+    dense.max_seqlen = call.tokens
+    return dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_every_ragged_cursor_position_and_length(tile: str, gpu: target.Target) -> None:
+    """Every (ring_start, pnat, T_i): a row's own length decides what flushes and what is appended."""
+    sizes = (RAGGED.ring_rows, RAGGED.window + 1, RAGGED.tokens + 1)
+    starts, counts, lengths = zip(*itertools.product(*map(range, sizes)), strict=True)
+    before = random_call(
+        RAGGED, len(starts), ring_start=starts, pnat=counts, lengths=lengths, tail=5, seed=2, device=CUDA
+    )
+    after = step(before.clone(), tile_config(tile, RAGGED, gpu))
+    check(RAGGED, before, after, f"ragged cursor positions {tile}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("batch", [1, 2, 33, 131])
+def test_ragged_batch_sizes(batch: int, tile: str, gpu: target.Target) -> None:
+    """Also with many more tokens than rows have."""
+    for tail in (0, 700):
+        before = random_call(RAGGED, batch, tail=tail, seed=batch, device=CUDA)
+        after = step(before.clone(), tile_config(tile, RAGGED, gpu))
+        check(RAGGED, before, after, f"ragged batch {batch} tail {tail} {tile}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", [RAGGED, RAGGED_ONE, RAGGED_PDL], ids=["T4 f32", "T1 bf16", "PDL"])
+def test_ragged_rows_of_no_tokens(problem: Problem) -> None:
+    """Among others, and a batch of nothing else: nothing is read, flushed or appended, whatever pnat is."""
+    for lengths in ([0, problem.tokens, 0, 0, 1, 0], [0] * 6):
+        before = random_call(
+            problem, 6, pnat=[16, 16, 0, 13, 2, 15], lengths=lengths, padding=(4,), tail=2, seed=3, device=CUDA
+        )
+        after = before.clone()
+        replayssm_cute.checkpointing_ssu(**after.kwargs(), enable_pdl=problem.pdl, config=TileConfig())
+        torch.cuda.synchronize()
+        check(problem, before, after, f"ragged rows of no tokens {problem.label()} {lengths}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_full_ragged_rows_give_the_dense_calls_bits(tile: str, gpu: target.Target) -> None:
+    dense = mixed(SMALL, seed=16)
+    ragged = packed(dense)
+    step(dense, tile_config(tile, SMALL, gpu))
+    step(ragged, tile_config(tile, RAGGED, gpu))
+    for name in WRITTEN:
+        got, expected = getattr(ragged, name), getattr(dense, name)
+        kind = {2: torch.int16, 4: torch.int32}[got.element_size()]
+        assert torch.equal(got.reshape(expected.shape).view(kind), expected.contiguous().view(kind)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e4])
+@pytest.mark.parametrize("tile", TILES)
+def test_tokens_without_a_live_row_change_no_bit(tile: str, garbage: float, gpu: target.Target) -> None:
+    """What padding rows' tokens and the tail hold, and dead ring rows beside."""
+    config = tile_config(tile, RAGGED, gpu)
+    clean, dirty = (step(mixed(RAGGED, dead=value, seed=17), config) for value in (0.0, garbage))
+    assert torch.equal(clean.out.view(torch.int16), dirty.out.view(torch.int16))
+    slots = clean.state_batch_indices
+    assert slots is not None
+    live = slots[slots >= 0].long()
+    assert torch.equal(clean.state[live], dirty.state[live])
+
+
+@pytest.mark.gpu
+def test_ragged_heads_apart() -> None:
+    before = mixed(RAGGED_SPREAD, seed=18)
+    after = before.clone()
+    for name, dim in HEAD_DIMENSIONS.items():
+        setattr(after, name, apart(getattr(after, name), dim))
+    step(after, TileConfig())
+    check(RAGGED_SPREAD, before, after, "ragged heads apart")
+
+
+@pytest.mark.gpu
+def test_ragged_projection_slices_and_page_pool() -> None:
+    before = mixed(RAGGED, pad=2, seed=19)
+    after = before.clone()
+    as_projection(after)
+    pool, gaps = in_pages(after)
+    step(after, TileConfig())
+    check(RAGGED, before, after, "ragged projection and pages")
+    assert bool((pool[:, gaps] == 0x5A).all()), "bytes between the caches"
+
+
+@pytest.mark.gpu
+def test_ragged_graph_replays_with_other_lengths(gpu: target.Target) -> None:
+    """The total stays; lengths, cursors, slots and the number of padding rows are others in each replay."""
+    config = tile_config("several", RAGGED, gpu)
+
+    def fresh(seed: int, padding: tuple[int, ...] = ()) -> Call:
+        gen = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, RAGGED.tokens + 1, (8,), generator=gen)
+        tail = 8 * RAGGED.tokens - int(lengths.sum())
+        return random_call(RAGGED, 8, slots=12, lengths=lengths, tail=tail, padding=padding, seed=seed, device=CUDA)
+
+    static = fresh(0)
+    step(static.clone(), config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayssm_cute.checkpointing_ssu(**static.kwargs(), config=config)
+    for replay in range(1, 7):
+        call = fresh(replay, (3, 4, 5, 6, 7) if replay == 3 else ())
+        for name, value in call.kwargs().items():
+            if isinstance(value, torch.Tensor):
+                destination = getattr(static, name)
+                index = tuple(slice(0, 1) if s == 0 else slice(None) for s in destination.stride())
+                destination[index].copy_(value[index])
+        graph.replay()
+        torch.cuda.synchronize()
+        check(RAGGED, call, static, f"ragged graph replay {replay}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -552,11 +702,15 @@ def test_operands_on_another_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bad", list(bad_inputs()), ids=lambda b: b.name)
-def test_a_refused_call_launches_nothing(bad: Bad) -> None:
+@pytest.mark.parametrize(
+    "good,bad",
+    [*((good_call, b) for b in bad_inputs()), *((good_ragged_call, b) for b in bad_packing())],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_a_refused_call_launches_nothing(good: Callable[..., Call], bad: Bad) -> None:
     """Also when the good call has just been planned: the same exceptions by name, and no operand changes."""
-    step(good_call(device=CUDA), TileConfig())
-    kwargs = good_call(device=CUDA).kwargs() | {"config": TileConfig()}
+    step(good(device=CUDA), TileConfig())
+    kwargs = good(device=CUDA).kwargs() | {"config": TileConfig()}
     bad.change(kwargs)
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_cuda}
     before = {k: v.clone() for k, v in tensors.items()}
