@@ -184,15 +184,18 @@ def asked_for() -> bool:
 
 
 def default_sm100_configs(problem: Problem, target: Target) -> list[Sm100Config]:
-    """The valid configs of this kernel's default rule: for small batches, then for large ones. Nothing is measured."""
+    """The valid configs of this kernel's default rule: for small batches, and for large ones where there is another.
+
+    Nothing is measured. Large batches take several turns in one stage: MMAs free it long before a turn's outputs are
+    done, so that the next state is on its way while two CTAs a multiprocessor work on those that came.
+    """
     if target.arch not in ARCHES or not covers(problem):
         return []
     tail = usual_tail(problem, target)
-    found = [Sm100Config.of(problem)]
-    if problem.heads_per_group % (2 * ROWS // problem.head_dim) == 0:
-        found += [Sm100Config.of(problem, turns=2, stages=stages, tail_rows=tail) for stages in (2, 1)]
-    valid = [config for config in found if config.is_valid(problem, target)]
-    return valid[:2]
+    pairs = problem.heads_per_group * problem.head_dim // ROWS
+    large = [Sm100Config.of(problem, turns=turns, tail_rows=tail) for turns in (4, 2) if pairs % turns == 0]
+    small = Sm100Config.of(problem)
+    return [config for config in (small, *large[:1]) if config.is_valid(problem, target)]
 
 
 def preferred(problem: Problem, batch: int, target: Target) -> Sm100Config | None:

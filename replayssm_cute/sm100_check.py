@@ -39,7 +39,7 @@ def kernels(problems: Sequence[Problem], target: Target) -> Iterator[tuple[Probl
     """What is checked: the default rule's configs, and every way to take turns, stages and the ring."""
     for problem in problems:
         found = list(default_sm100_configs(problem, target))
-        shapes = ((1, 1), (2, 1), (2, 2), (4, 2)) if covers(problem) else ()
+        shapes = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) if covers(problem) else ()
         found += [
             Sm100Config.of(problem, turns, stages, ring, tail_rows=2 if turns > 1 and ring == "live" else 0)
             for turns, stages in shapes

@@ -29,7 +29,7 @@ def test_it_checks_every_way_to_take_turns() -> None:
     assert all(covers(problem) for problem in sm100_check.PROBLEMS)
     assert {problem for problem, _ in wanted} == set(sm100_check.PROBLEMS)
     shapes = {(c.turns, c.stages, c.ring) for _, c in wanted}
-    assert {(t, s, r) for t, s in ((1, 1), (2, 1), (2, 2), (4, 2)) for r in ("live", "whole")} <= shapes
+    assert {(t, s, r) for t, s in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) for r in ("live", "whole")} <= shapes
     assert not list(sm100_check.kernels(sm100_check.PROBLEMS, named("h200")))
 
 

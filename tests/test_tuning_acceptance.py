@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayssm_tuning.acceptance import Acceptance, deal, quotas, read_histogram, stationary
+from replayssm_tuning.plan import SHIPPED
 
 from replayssm_cute import ring
 
@@ -43,6 +44,39 @@ def test_known_flush_shares() -> None:
     assert stationary((0.25,) * 4, 16).flush == pytest.approx(0.1785, abs=5e-4)
     assert stationary((1.0,), 16).flush == pytest.approx(1 / 16)
     assert stationary((1 / 6,) * 6, 16).flush == pytest.approx(0.27, abs=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(0, 12))
+def test_the_flush_share_is_that_of_a_renewal(raw: list[float], extra: int) -> None:
+    """f = 1 / E[N], N the least number of lengths whose sum exceeds W - T: no chain and no linear system."""
+    total = sum(raw)
+    lengths = [1.0 / len(raw)] * len(raw) if total < 1e-3 else [r / total for r in raw]
+    tokens, window = len(lengths), len(lengths) + extra
+    # more[s]: how many lengths are still needed on average once their sum is s
+    more = [0.0] * (window + 1)
+    for reached in range(window - tokens, -1, -1):
+        more[reached] = 1.0 + sum(q * more[reached + a] for a, q in enumerate(lengths, 1))
+    mix = stationary(lengths, window)
+    assert mix.flush == pytest.approx(1 / more[0], abs=1e-9)
+    assert mix.mean_length / window - 1e-9 <= mix.flush <= mix.mean_length / (window - tokens + 1) + 1e-9
+
+
+def test_the_note_has_the_numbers_that_the_code_gives() -> None:
+    note = (Path(__file__).parents[1] / "reports" / "notes" / "acceptance_mix.md").read_text()
+    published = Acceptance("published", shares=read_histogram(SHIPPED / "mixed-batch.csv"))
+    lengths = {
+        "the guaranteed token": (1.0,),
+        "all drafts rejected": (1.0, 0, 0, 0),
+        "uniform": (0.25,) * 4,
+        "published lengths, those above 4 counted as 4": published.lengths(4),
+        "all drafts accepted": (0, 0, 0, 1.0),
+        "published lengths": published.lengths(6),
+    }
+    for words, shares in lengths.items():
+        mix = stationary(shares, 16)
+        row = f"| {len(shares)}, 16 | {words} | {round(mix.mean_length, 2):g} | {mix.flush:.2%} | {mix.mean_live:.2f} |"
+        assert row in note, row
 
 
 @given(

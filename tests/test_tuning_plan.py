@@ -46,6 +46,23 @@ def test_a_small_plan_has_defaults_and_sorted_batches(tmp_path: Path) -> None:
     assert sum(k * s for k, s in enumerate(workload.lengths, 1)) == pytest.approx(2.5)
 
 
+def test_lengths_that_a_plan_does_not_name_are_the_published_ones(tmp_path: Path) -> None:
+    """P(length >= 2..6) = 82.88, 72.44, 61.77, 46.04, 31.95 %: for a smaller T the longer lengths count as T."""
+    text = BASE.replace('acceptance = "published"', "")
+    at_least = (1.0, 0.8288, 0.7244, 0.6177, 0.4604, 0.3195)
+    for tokens in (2, 4, 6):
+        (workload,) = plan.load(written(tmp_path, text.replace("tokens = 4", f"tokens = {tokens}"))).workloads
+        assert workload.acceptance.name == "mixed-batch"
+        assert "3,152,228 steps" in workload.acceptance.source
+        found = [sum(workload.lengths[k:]) for k in range(tokens)]
+        assert found == pytest.approx(at_least[:tokens], abs=2e-4)
+    (longer,) = plan.load(written(tmp_path, text.replace("tokens = 4", "tokens = 7"))).workloads  # not covered
+    assert longer.acceptance.uniform
+    named = BASE.replace("mean = 2.5", "mean = 2.5\n[acceptance.mixed-batch]\nmean = 3.0")
+    (own,) = plan.load(written(tmp_path, named.replace('"published"', '"mixed-batch"'))).workloads
+    assert own.mix.mean_length == pytest.approx(3.0)  # a plan's own of that name counts
+
+
 SHIPPED = sorted(p.stem for p in plan.SHIPPED.glob("*.toml"))
 GPUS = ("h200", "b200", "b300", "rtx-pro-6000")
 # What the models are, written down apart from the plans: Mamba2 layers; heads, head_dim, d_state, groups of one layer.
@@ -131,8 +148,10 @@ def test_a_shipped_plan_has_sources_and_says_what_is_assumed(name: str) -> None:
     assert all(w.acceptance.source for w in loaded.workloads)
     for w in loaded.workloads:
         if w.problem.tokens > 1 and name not in DRAFTED:
-            assert w.acceptance.uniform
-            assert "ssumed" in w.acceptance.source
+            assert w.acceptance.name == "mixed-batch"
+            assert w.mix.mean_length == pytest.approx(1 + 0.8288 + 0.7244 + 0.6177, abs=2e-4)
+            assert "model not stated" in w.acceptance.source
+            assert "acceptance lengths of the mixed-batch benchmark are assumptions" in loaded.source
             assert "assumed" in w.label
             assert "assumption" in loaded.source
 

@@ -32,6 +32,7 @@ window = 16
 [[workload]]
 label = "verify"
 tokens = 4
+acceptance = "uniform"
 [[workload]]
 label = "one token"
 tokens = 1

@@ -1,9 +1,9 @@
 """Acceptance lengths -> what a serving step meets: the stationary mix of pnat, its flush share, exact quotas.
 
 An acceptance length is the number of tokens a step keeps, the guaranteed one counted: 1..T. The cursor rule
-(replayssm_cute.ring) makes pnat a Markov chain on 0..W; its stationary distribution is what rows of a
-busy batch look like. Rows get their pnat by quota, never by sampling: chance alone moves the flush share of
-small batches by a third.
+(replayssm_cute.ring) makes pnat a Markov chain on 0..W; its stationary distribution is what rows of a busy batch look
+like (reports/notes/acceptance_mix.md shows the maths). Rows get their pnat by quota, never by sampling: chance alone
+moves the flush share of small batches by a third.
 """
 
 from __future__ import annotations

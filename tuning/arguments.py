@@ -133,6 +133,11 @@ def parser() -> argparse.ArgumentParser:
         "--whole-grid", action="store_true", help="time every config, also those that the cost model thinks slow"
     )
     sweep.add_argument(
+        "--mixes",
+        action="store_true",
+        help="race each cell's finalists under other acceptance lengths too, from all drafts rejected to all accepted",
+    )
+    sweep.add_argument(
         "--repeat",
         type=int,
         default=1,

@@ -11,6 +11,7 @@ from replayssm_cute.target import Target
 
 from . import cost, space
 from .context import Context
+from .mixes import others
 from .plan import Workload
 from .policy import Policy
 from .progress import Budget, Steps
@@ -31,6 +32,7 @@ class CellTimer:
         compiled: resources of the candidates that may be measured, or why they failed.
         peers: versions of the peers to time beside; empty for none.
         floors: whether to time the floor beside.
+        mixes: whether to race the finalists under other acceptance lengths too.
         read_gbs: the streaming limit that floors are completed with.
         notes: what a reader of the results must know.
         unreached: times that were left out, since the budget had ended.
@@ -42,6 +44,7 @@ class CellTimer:
         self.compiled: Compiled = {}
         self.peers: dict[str, str] = {}
         self.floors = True
+        self.mixes = False
         self.read_gbs = 0.0
         self.notes: list[str] = []
         self.unreached = 0
@@ -117,6 +120,8 @@ class CellTimer:
         floor = self.job("floor", where, where | {"read_gbs": self.read_gbs}) if self.floors else {}
         if "failed" in floor:
             self.note(f"{problem.label()}, batch {batch}: no floor: {floor['failed']}: {floor.get('reason', '')[:200]}")
+        # last: each mix has a cell of its own on the device
+        mixes = self.under_other_mixes(problem, where, candidates, default, steps) if self.mixes else []
         return CellResult(
             label=workload.label,
             problem=problem,
@@ -128,6 +133,7 @@ class CellTimer:
             peers=tuple(found),
             floor_us=floor.get("time_us"),
             space=len(everything),
+            mixes=tuple(mixes),
         )
 
     def time_peers(self, problem: Problem, where: dict[str, Any], steps: Steps) -> list[dict[str, Any]]:
@@ -142,6 +148,27 @@ class CellTimer:
         self._without_peers.add(problem)
         self.note(f"{problem.label()}: peers failed: {answer['failed']}: {answer.get('reason', '')[:200]}")
         return []
+
+    def under_other_mixes(
+        self,
+        problem: Problem,
+        where: dict[str, Any],
+        candidates: dict[TileConfig, Candidate],
+        default: TileConfig,
+        steps: Steps,
+    ) -> list[dict[str, Any]]:
+        """The race's configs, raced again under other acceptance lengths; see `mixes`."""
+        raced = sorted((c for c in candidates.values() if c.stage in ("raced", "heat")), key=_time)
+        field = _field(raced, default, self.policy.race_field)
+        found: list[dict[str, Any]] = []
+        for name, lengths in others(problem.tokens).items() if len(field) > 1 else ():
+            if self.ctx.budget.left <= 0:
+                break
+            times = self.interleaved("race", where | {"lengths": list(lengths)}, field, steps)
+            if times:
+                configs = [{"label": c.config.label(), "time_us": c.time_us} for c in times]
+                found.append({"name": name, "lengths": list(lengths), "configs": configs})
+        return found
 
     def by_estimate(
         self, workload: Workload, batch: int, configs: list[TileConfig], default: TileConfig

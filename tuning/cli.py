@@ -177,6 +177,7 @@ def _sweep(args: argparse.Namespace) -> int:
             peers=not args.no_peers,
             repeats=args.repeat,
             whole_grid=args.whole_grid,
+            mixes=args.mixes,
             merge_into=args.merge_into,
             ranks=ranks,
             console=console,

@@ -10,6 +10,8 @@ from . import cost
 from .acceptance import stationary
 from .results import Results
 
+GOAL_MEDIAN, GOAL_WORST = 0.10, 0.25  # of the regret of its first pick, over all measured cells
+
 
 def judge(results: Results) -> pd.DataFrame:
     """One row a cell of measured results: candidates, Spearman's rank correlation, pick, its regret.

@@ -26,12 +26,21 @@ COMPILE_SHARE = 0.5  # of the budget, at most
 _STARTUP_S = 120.0
 
 
-def measure(ctx: Context, device: int, *, peers: bool, policy: Policy | None = None, repeats: int = 1) -> list[Results]:
+def measure(
+    ctx: Context,
+    device: int,
+    *,
+    peers: bool,
+    mixes: bool = False,
+    policy: Policy | None = None,
+    repeats: int = 1,
+) -> list[Results]:
     """Results of one CUDA device (of each rank's, which must be of one kind), marked "measured".
 
     Args:
+        mixes: race the finalists of each cell under other acceptance lengths too.
         repeats: measure so many times, each with the whole budget and a seed of its own; the first one compiles, and
-            alone times peers and floors.
+            alone times peers, floors and other mixes.
 
     Raises:
         SweepError: if the device cannot be used, or no kernel compiled.
@@ -49,7 +58,8 @@ def measure(ctx: Context, device: int, *, peers: bool, policy: Policy | None = N
             ctx.console.print(f"repeat {number + 1} of {repeats}, seed {seeded.seed}", highlight=False, soft_wrap=True)
         with Worker(DeviceRunner, (device, seeded.to_json()), log=log, startup_s=_STARTUP_S) as worker:
             session = Session(ctx, worker, seeded, device)
-            found.append(session.run(peers and number == 0, floors=number == 0, compiled=compiled))
+            first = number == 0
+            found.append(session.run(peers and first, floors=first, mixes=mixes and first, compiled=compiled))
             compiled = session.cells.compiled
     return found
 
@@ -91,11 +101,14 @@ class Session:
         found: dict[str, Any] = answer.value
         return found
 
-    def run(self, peers: bool, *, floors: bool = True, compiled: Compiled | None = None) -> Results:
+    def run(
+        self, peers: bool, *, floors: bool = True, mixes: bool = False, compiled: Compiled | None = None
+    ) -> Results:
         """Compile, measure and decide.
 
         Args:
             peers, floors: time them beside.
+            mixes: race the finalists of each cell under other acceptance lengths too.
             compiled: what an earlier run of the same sweep compiled: exactly these candidates are measured.
         """
         ctx, target, cells, policy = self.ctx, self.target, self.cells, self.policy
@@ -107,7 +120,7 @@ class Session:
         )
         limit = ctx.only_first("the read limit", lambda: cells.job("limit", {}, {}))
         cells.read_gbs, method = self.read_limit(limit)
-        cells.peers, cells.floors = (self.peers if peers else {}), floors
+        cells.peers, cells.floors, cells.mixes = (self.peers if peers else {}), floors, mixes
         order = {w.problem: ranked(w, target, ctx.plan.batches, within=policy.prune) for w in ctx.plan.workloads}
         cells.compiled = compiled if compiled is not None else self.compile(order)
 

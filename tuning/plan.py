@@ -17,6 +17,7 @@ from .acceptance import Acceptance, Mix, read_histogram, stationary
 
 DEFAULT_TARGETS = ("sm_100a", "sm_90a")
 SHIPPED = Path(__file__).parent / "plans"
+REALISTIC = "mixed-batch"  # lengths that were published (its CSV says where): a workload's that names none
 _PROBLEM_FIELDS = {f.name for f in dataclasses.fields(Problem)}
 _TOP = {
     *("name", "title", "source", "targets", "batches", "budget", "budget_per_workload", "tp"),
@@ -160,6 +161,8 @@ def _build(
         raise PlanError(f"{path}: acceptance: expected sections such as [acceptance.uniform]")
     known = {name: _acceptance(name, entry, path) for name, entry in table.items()}
     known.setdefault("uniform", Acceptance("uniform", "Assumed: every length equally likely.", uniform=True))
+    known.setdefault(REALISTIC, _acceptance(REALISTIC, {"histogram_file": f"{REALISTIC}.csv"}, SHIPPED / path.name))
+    covered = len(known[REALISTIC].shares or ())
     shared = data.get("problem", {})
     if not isinstance(shared, dict):
         raise PlanError(f"{path}: problem: expected a section [problem]")
@@ -172,15 +175,16 @@ def _build(
     for number, entry in enumerate(raw, 1):
         where = f"workload {number}"
         _known(where, entry, _WORKLOAD)
-        chosen = acceptance or entry.get("acceptance", "uniform")
-        if chosen not in known:
-            raise PlanError(f"{path}: {where}: acceptance {chosen!r} is unknown; known: {', '.join(sorted(known))}")
         facts = shared | {k: v for k, v in entry.items() if k in _PROBLEM_FIELDS}
         missing = {"heads", "head_dim", "d_state", "groups", "tokens", "window"} - set(facts)
         if missing:
             raise PlanError(f"{path}: {where}: {', '.join(sorted(missing))} missing (here or in [problem])")
         label = str(entry.get("label", f"T = {facts['tokens']}"))
         whole = Problem.from_json(facts)
+        usual = REALISTIC if whole.tokens <= covered else "uniform"
+        chosen = acceptance or entry.get("acceptance", usual)
+        if chosen not in known:
+            raise PlanError(f"{path}: {where}: acceptance {chosen!r} is unknown; known: {', '.join(sorted(known))}")
         distribution = _ONE_TOKEN if whole.tokens == 1 else known[chosen]
         for size in sizes:
             workload = Workload(

@@ -14,7 +14,8 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
-from .judge import judge
+from . import mixes
+from .judge import GOAL_MEDIAN, GOAL_WORST, judge
 from .plots import Drawn, draw_all, frame, peers_of
 from .results import Results
 from .stability import STABILITY_SUFFIX, Stability
@@ -144,9 +145,12 @@ def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
                 "p",
                 f"The cost model against these times: median rank correlation "
                 f"{judged['rank_correlation'].median():.2f}; regret of its first pick "
-                f"{100 * judged['regret'].median():.1f}% (median), {100 * judged['regret'].max():.1f}% (worst).",
+                f"{100 * judged['regret'].median():.1f}% (median, goal {GOAL_MEDIAN:.0%}: "
+                f"{_met(judged['regret'].median(), GOAL_MEDIAN)}), {100 * judged['regret'].max():.1f}% (worst, goal "
+                f"{GOAL_WORST:.0%}: {_met(judged['regret'].max(), GOAL_WORST)}).",
             )
         )
+    blocks += _mixes(results, folder, stem)
     try:
         blocks += _stability(folder, stem)
     except ValueError as e:
@@ -160,6 +164,27 @@ def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
     where = f"Table: `{table_file.name}`; every" if table_file.exists() else "Every"
     blocks.append(Block("p", f"{where} candidate: `{file.name}`."))
     return blocks
+
+
+def _mixes(results: Results, folder: Path, stem: str) -> list[Block]:
+    """How the winner depends on acceptance: raced where it was, and by the cost model."""
+    blocks: list[Block] = []
+    raced, modelled = mixes.measured(results), mixes.modelled(results)
+    ways = (
+        ("mixes", raced, "Raced under other acceptance lengths (the winner against the other finalists)"),
+        ("mixes-model", modelled, "By the cost model (its pick for the plan's acceptance, of all configs tried)"),
+    )
+    for name, table, words in ways:
+        if table.empty:
+            continue
+        table.to_csv(folder / "plots" / f"{stem}-{name}.csv", index=False, float_format="%.6g")
+        shares = {row.mix: f"{row.flush:.0%}" for row in table.itertuples()}
+        flush = ", ".join(f"{mix} {share}" for mix, share in shares.items()) if table["problem"].nunique() == 1 else ""
+        blocks.append(Block("p", f"{words}: {mixes.summary(table)}.{f' Rows that flush: {flush}.' if flush else ''}"))
+        if name == "mixes" or raced.empty:
+            blocks.append(Block("table", table=mixes.shown(table)))
+        blocks.append(Block("p", f"A cell's time over the fastest config's there; CSV: `plots/{stem}-{name}.csv`."))
+    return [Block("h3", "Other acceptance lengths"), *blocks] if blocks else []
 
 
 def _stability(folder: Path, stem: str) -> list[Block]:
@@ -218,6 +243,10 @@ def _verdict(results: Results, table: pd.DataFrame) -> str:
     if not results.measured:
         text = f"By the cost model: {text}"
     return text + "."
+
+
+def _met(value: float, goal: float) -> str:
+    return "met" if value <= goal else "**missed**"
 
 
 def _tried(results: Results) -> str:

@@ -54,6 +54,8 @@ class CellResult:
         peers: as `DeviceRunner.peers` gives them.
         floor_us: of a kernel that only streams the same state rows and rewrites the same flush rows, plus the other
             bytes at the read limit; None where it was not measured.
+        mixes: the race's configs under other acceptance lengths, where that was asked for: name, lengths, and for each
+            config its label and time_us.
         space: configs that the problem has on this GPU, whether the budget reached them or not; None in results of
             older sweeps.
     """
@@ -68,6 +70,7 @@ class CellResult:
     peers: tuple[Mapping[str, Any], ...] = ()
     floor_us: float | None = None
     space: int | None = None
+    mixes: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def timed(self) -> list[Candidate]:
@@ -211,6 +214,7 @@ class Results:
                             Candidate(**{**c, "config": TileConfig.from_json(c["config"])}) for c in cell["candidates"]
                         ),
                         "peers": tuple(cell["peers"]),
+                        "mixes": tuple(cell.get("mixes", ())),
                     }
                 )
                 for cell in data["cells"]
@@ -263,6 +267,13 @@ def _check(results: Results) -> None:
             number("spread", c.spread)
             if c.time_us is not None:
                 number("time_us", c.time_us, _LEAST_US)
+        for mix in cell.mixes:
+            text("mix", mix["name"])
+            for share in mix["lengths"]:
+                number("lengths", share)
+            for config in mix["configs"]:
+                text("label", config["label"])
+                number("time_us", config["time_us"], _LEAST_US)
         for peer in cell.peers:
             text("peer", peer["peer"])
             if peer.get("time_us") is not None:

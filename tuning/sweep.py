@@ -52,6 +52,7 @@ def run(
     peers: bool = True,
     repeats: int = 1,
     whole_grid: bool = False,
+    mixes: bool = False,
     merge_into: Path | None = None,
     ranks: Ranks | None = None,
     console: Console | None = None,
@@ -69,6 +70,7 @@ def run(
         repeats: measure so many times with seeds of their own, each with the whole budget, and say how far they agree;
             the table is the first one's.
         whole_grid: time also what the cost model thinks slow (see `Policy.prune`).
+        mixes: race the finalists of each cell under other acceptance lengths too.
         merge_into: a table file that gets the cells too; what it has of others stays.
         ranks: this process among those that share the work (default: it is alone).
 
@@ -129,7 +131,7 @@ def run(
                         from .on_device import measure
 
                         policy = Policy(prune=0.0) if whole_grid else Policy()
-                        repeated = measure(ctx, device, peers=peers, policy=policy, repeats=repeats)
+                        repeated = measure(ctx, device, peers=peers, mixes=mixes, policy=policy, repeats=repeats)
                         found = repeated[:1]
                     else:
                         from .on_paper import estimate
