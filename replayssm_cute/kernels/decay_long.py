@@ -1,4 +1,4 @@
-"""Decays of windows above 16, or of more than 16 new tokens: a warp scans the ring, 32 rows at a time, then the tokens."""
+"""Decays of windows above 16 or T above 16: a warp scans the ring, 32 rows at a time, then the tokens."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class StateTile:
         corner = row * 128 + ((side ^ (row % 8)) * 16)
         # Two chains of accumulation: an MMA's latency is several times its issue interval.
         chains = [[[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
-        # A row of 128 bytes is four pairs of 16-byte chunks; a quad of C's pieces has the columns of four pairs of an f32
-        # state, of two of a 2-byte state.
+        # A row of 128 bytes is four pairs of 16-byte chunks; a quad of C's pieces has the columns of four pairs of an
+        # f32 state, of two of a 2-byte state.
         pairs = 4 if spec.state_kind == "f32" else 2
         for quad in range(4 * spec.blocks // pairs):
             words = [held[quad] for held in c_held] or [self.readout_c.quad(at, quad) for at in c_addresses]

@@ -289,7 +289,20 @@ class Sm100StepKernel(StepKernel):
                     later_tile = bc_tile + more * shared.tile_warps
                     self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, later_tile, warp, g, t)
                     self.products.partial_sums(
-                        bc_rows, raw, products, b_cache, slot, group, start, pnat, length, appends, later_tile, warp, g, t
+                        bc_rows,
+                        raw,
+                        products,
+                        b_cache,
+                        slot,
+                        group,
+                        start,
+                        pnat,
+                        length,
+                        appends,
+                        later_tile,
+                        warp,
+                        g,
+                        t,
                     )
                 if scan < count:
                     self.decay.make_vectors(
