@@ -176,7 +176,9 @@ def test_a_process_that_is_interrupted_writes_its_estimates(tmp_path: Path) -> N
     assert process.returncode == 130, error
     table = tables.read(tmp_path / "out" / "nvidia-h200-sm_90a-estimated.table.json")
     assert len(table.entries) >= 1
-    assert "Traceback" not in out + error.split("interrupted: writing")[0]
+    said = out + error.split("interrupted: writing")[0]
+    # a compile process that the signal met while it started may say so; the command itself may not
+    assert said.count("Traceback") <= said.count("spawn_main"), said
 
 
 # ---- archives --------------------------------------------------------------------------------------
