@@ -163,3 +163,10 @@ def example_call(problem: Problem) -> tuple[Call, int | None]:
             setattr(call, name, wide(t, 0, 1, *(() if problem.compact else (2,))))
     call.dt = wide(call.dt[..., 0].contiguous(), 0, 1)[..., None].expand(call.dt.shape)
     return call, padding
+
+
+def every_pnat_call(problem: Problem) -> Call:
+    """A row for every number of live rows, from none to a full window, from starts all over the ring."""
+    live = range(problem.window + 1)
+    starts = [7 * pnat % problem.ring_rows for pnat in live]
+    return random_call(problem, len(live), ring_start=starts, pnat=list(live))

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_cases import BASE, example_call
+from simulated_cases import BASE, every_pnat_call, example_call
 from simulator.blackwell import BlackwellCta, BlackwellRun, BlackwellSource
 from simulator.launch import Run
 from sm100_cases import CASES
 from test_step_indices import TWO_WAYS, Rows, check_global
 
 from replayssm_cute import compare
-from replayssm_cute.calls import random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.sm100 import COLUMNS, ROWS, Sm100Config, covers, uncovered
 
@@ -96,9 +95,7 @@ def test_it_does_what_the_portable_kernel_does(name: str) -> None:
 def test_every_number_of_live_rows(shape: dict[str, Any]) -> None:
     """From none to a full window, from starts all over the ring; numbers and counts as above."""
     problem = dataclasses.replace(BASE, heads=4, groups=1, tokens=5)
-    live = range(problem.window + 1)
-    starts = [7 * pnat % problem.ring_rows for pnat in live]
-    call = random_call(problem, len(live), ring_start=starts, pnat=list(live))
+    call = every_pnat_call(problem)
     before = call.clone()
     run = BlackwellRun(problem, Sm100Config.of(problem, **shape), call)
     violation = compare.bounds(problem).violation(compare.errors(before, call))

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_cases import BASE, CASES, cursors, example_call
+from simulated_cases import BASE, CASES, cursors, every_pnat_call, example_call
 from simulator.launch import Cta, Run
 from simulator.source import KERNELS, Source
 
 from replayssm_cute import compare, ring
-from replayssm_cute.calls import Call, random_call
+from replayssm_cute.calls import Call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
@@ -151,9 +151,7 @@ def test_a_whole_step(name: str) -> None:
 def test_every_number_of_live_rows(config: TileConfig) -> None:
     """From none to a full window, from starts all over the ring; numbers and counts as above."""
     problem = dataclasses.replace(BASE, groups=1, tokens=5)
-    live = range(problem.window + 1)
-    starts = [7 * pnat % problem.ring_rows for pnat in live]
-    call = random_call(problem, len(live), ring_start=starts, pnat=list(live))
+    call = every_pnat_call(problem)
     before = call.clone()
     run = Run(problem, config, call)
     violation = compare.bounds(problem).violation(compare.errors(before, call))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replayssm_cute import tables
+from replayssm_cute import atomic, tables
 from replayssm_cute.problem import Problem
 
 from .results import plain
@@ -90,10 +89,7 @@ class Bench:
 
     def save(self, path: Path) -> None:
         """Write as JSON, at once."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        part.write_text(json.dumps(plain(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        atomic.write_text(path, json.dumps(plain(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Bench:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from replayssm_cute import atomic
 
 from . import mixes
 from .judge import GOAL_MEDIAN, GOAL_WORST, judge
@@ -92,9 +93,7 @@ def _stem(file: Path) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    atomic.write_text(path, text)
     return path
 
 

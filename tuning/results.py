@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replayssm_cute import tables
+from replayssm_cute import atomic, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
@@ -184,13 +183,10 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write as JSON, at once: a cell a line, since a readable layout would be three times as long."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         data = plain(self)
         cells = ",\n".join(json.dumps(cell, separators=(",", ":")) for cell in data.pop("cells"))
         head = json.dumps(data, indent=1).removesuffix("\n}")
-        part.write_text(f'{head},\n "cells": [\n{cells}\n]}}\n', encoding="utf-8")
-        os.replace(part, path)
+        atomic.write_text(path, f'{head},\n "cells": [\n{cells}\n]}}\n')
 
     @classmethod
     def load(cls, path: Path) -> Results:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from replayssm_cute import atomic
 from replayssm_cute.config import TileConfig
 
 from .results import CellResult, Results
@@ -94,9 +94,7 @@ class Stability:
 
     def save(self, path: Path) -> None:
         """Write as JSON, at once."""
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        atomic.write_text(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Stability:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 import filelock
 
+from .. import atomic
 from .schema import Table, TableError, merge
 
 log = logging.getLogger("replayssm_cute")
@@ -51,19 +50,7 @@ def load(path: Path | str) -> Table | None:
 
 def write(path: Path | str, table: Table) -> None:
     """Write a table file at once: readers see the old content or the new one, never a part."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n"
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(part, 0o644)  # mkstemp's private mode is not a table's
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
+    atomic.write_text(Path(path), json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def update(path: Path | str, table: Table) -> Table:
