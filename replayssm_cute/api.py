@@ -14,7 +14,7 @@ import torch
 from . import checks, compiler, plan, tables, torch_op
 from .calls import Call
 from .config import TileConfig
-from .problem import Problem, not_served
+from .problem import Problem, check_philox_rounds
 from .reference import checkpointing_ssu_reference
 from .target import Target, named
 
@@ -45,6 +45,8 @@ def checkpointing_ssu(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     enable_pdl: bool = False,
+    state_copy: torch.Tensor | None = None,
+    precision: str = "default",
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """One checkpointing step of Mamba2 on T new tokens a row, in place, on the operands' device and current stream.
@@ -55,7 +57,7 @@ def checkpointing_ssu(
     With b rows, H heads of P (head_dim) by N (d_state), G groups, R = W + T ring rows, W <= 64, T <= 32, T <= W:
 
     Args:
-        state: (slots, H, P, N) checkpoints, f32, bf16 or f16.
+        state: (slots, H, P, N) checkpoints, f32, bf16, f16, float8_e4m3fn or int8.
         x_cache: (slots, H, R, P) ring of x, x's dtype.
         B_cache: (slots, G, R, N) ring of B, x's dtype.
         dt_cache: (slots, H, R) ring of processed dt, f32.
@@ -72,11 +74,22 @@ def checkpointing_ssu(
         dt_softplus: whether dt goes through softplus (after the bias).
         state_batch_indices: (b,) int32 or int64 slots; None means row i uses slot i. Live slots are distinct.
         pad_slot_id: rows with this slot, or a negative one, are padding: output zero, caches untouched.
-        state_scale, rand_seed: not served yet; must be None.
-        philox_rounds: has no effect without rand_seed.
+        state_scale: (slots, H, P) f32, where state or state_copy is 8-bit: what its codes are multiplied with, row by
+            row of N. A flush writes it anew, amax / 448 (float8_e4m3fn) or amax / 127 (int8), 1 for a row of zeros.
+        rand_seed: (1,) or () int64: a flush rounds stochastically, with bits from this seed, the slot, the head and the
+            element alone (see `rounding`). Read-only: give every layer and every step another one; a CUDA graph
+            replays with what the tensor holds by then. None rounds to nearest. An f32 state, and a read copy, are
+            never rounded stochastically.
+        philox_rounds: rounds of the generator, 1..16; no effect without rand_seed.
         cu_seqlens: (b + 1,) int32, contiguous: rows have lengths of their own and lie packed (see below).
         max_seqlen: with cu_seqlens, the most tokens that a row may have, 1..32; this is T of R = W + T.
         enable_pdl: promises that the direct predecessor on the stream writes only x, B, C, dt and z.
+        state_copy: (slots, H, P, N) bf16, float8_e4m3fn or int8, beside an f32 state: steps read this copy, and state
+            is read and written at a flush alone, which writes the copy too. So the recurrence stays exact, and what a
+            step reads is as small as the copy. Where a slot's state is set by other means, so must its copy be
+            (`rounding.encode` makes one).
+        precision: "highest" reads an f32 state without a copy with all its bits (errors before the rounding of the
+            output of at most 1e-5 instead of about 3e-4), at the price of twice the products with the state.
         config: forces a tile config; None takes the tuned tables' or the default rule's. No effect on the CPU.
 
     **Packed ragged windows.** With cu_seqlens and max_seqlen, x, dt, z and out are (1, total, H, P), B and C
@@ -104,26 +117,30 @@ def checkpointing_ssu(
         RuntimeError: no kernels for this GPU, none that passed its self-check on it, or a kernel that is not ready
             during a graph capture.
     """
-    if state_scale is not None or rand_seed is not None:
-        not_served(state_scale, rand_seed)
     if _compiling():
         if config is not None:
             raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
         torch_op.step(
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
-            dt_bias, dt_softplus, state_batch_indices, cu_seqlens, pad_slot_id, max_seqlen, enable_pdl,
+            dt_bias, dt_softplus, state_batch_indices, cu_seqlens, pad_slot_id, max_seqlen, enable_pdl, state_scale,
+            rand_seed, philox_rounds, state_copy, precision,
         )  # fmt: skip
         return out
-    arguments = (
+    arguments: tuple[Any, ...] = (
         state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
         state_batch_indices, cu_seqlens, pad_slot_id,
     )  # fmt: skip
+    options = plan.PLAIN
+    if state_scale is not None or rand_seed is not None or state_copy is not None or precision != "default":
+        arguments, options = plan.with_options(arguments, state_scale, rand_seed, philox_rounds, state_copy, precision)
+    elif philox_rounds != options[0]:
+        check_philox_rounds(philox_rounds)
     if isinstance(state, torch.Tensor) and state.is_cuda:
         if _CHECK and not compiler.capturing():
-            call = plan.as_call(arguments, dt_softplus, max_seqlen)
+            call = plan.as_call(arguments, dt_softplus, max_seqlen, options)
             _check_values(call, plan.checked_problem(call, enable_pdl))
-        return plan.run(arguments, dt_softplus, enable_pdl, config, max_seqlen)
-    call = plan.as_call(arguments, dt_softplus, max_seqlen)
+        return plan.run(arguments, dt_softplus, enable_pdl, config, max_seqlen, options)
+    call = plan.as_call(arguments, dt_softplus, max_seqlen, options)
     _run_reference(call, _reference_problem(call, enable_pdl, config))
     return out
 
@@ -191,6 +208,8 @@ def prepare(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     enable_pdl: bool = False,
+    state_copy: torch.Tensor | None = None,
+    precision: str = "default",
     config: TileConfig | None = None,
 ) -> plan.Plan:
     """Check a call and load its kernel, without running it: for launches that cost the host as little as can be.
@@ -205,12 +224,14 @@ def prepare(
     Raises:
         As `checkpointing_ssu` for the same arguments, less the checks of slots, cursors and row lengths.
     """
-    not_served(state_scale, rand_seed)
-    arguments = (
-        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
-        state_batch_indices, cu_seqlens, pad_slot_id,
+    arguments, options = plan.with_options(
+        (
+            state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+            state_batch_indices, cu_seqlens, pad_slot_id,
+        ),
+        state_scale, rand_seed, philox_rounds, state_copy, precision,
     )  # fmt: skip
-    call = plan.as_call(arguments, dt_softplus, max_seqlen)
+    call = plan.as_call(arguments, dt_softplus, max_seqlen, options)
     if isinstance(state, torch.Tensor) and state.is_cuda:
         return plan.make(plan.checked_problem(call, enable_pdl), call.batch, state.get_device(), config)
     problem = _reference_problem(call, enable_pdl, config)
@@ -307,7 +328,6 @@ def explain(
         bound = _SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        not_served(given["state_scale"], given["rand_seed"])
         call = Call(**{f.name: given[f.name] for f in dataclasses.fields(Call)})
         problem = plan.problem_of(call, given["enable_pdl"])
         batch, config = call.batch, given["config"]

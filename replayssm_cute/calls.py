@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import dtypes, packing
+from . import dtypes, packing, rounding
 from .problem import Problem
 
 
@@ -37,6 +37,11 @@ class Call:
     pad_slot_id: int = -1
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int | None = None
+    state_scale: torch.Tensor | None = None
+    rand_seed: torch.Tensor | None = None
+    philox_rounds: int = rounding.ROUNDS
+    state_copy: torch.Tensor | None = None
+    precision: str = "default"
 
     @property
     def batch(self) -> int:
@@ -54,6 +59,10 @@ class Call:
             return torch.full((self.batch,), self.tokens, device=self.x.device)
         return packing.lengths(self.cu_seqlens)
 
+    def written(self) -> list[str]:
+        """Names of the tensors that a step may write."""
+        return [name for name in MAY_BE_WRITTEN if getattr(self, name) is not None]
+
     def kwargs(self) -> dict[str, Any]:
         """As keyword arguments."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -68,7 +77,8 @@ class Call:
         return dataclasses.replace(self, **copies)
 
 
-WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")
+WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")  # by every step
+MAY_BE_WRITTEN = (*WRITTEN, "state_scale", "state_copy")  # where there are such
 
 
 def _clone(t: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
@@ -138,8 +148,17 @@ def random_call(
         live[named] = torch.as_tensor(pnat, dtype=torch.int32).expand(batch)
     if ring_start is not None:
         start[named] = torch.as_tensor(ring_start, dtype=torch.int32).expand(batch)
+    states = randn(slots, p.heads, p.head_dim, p.d_state)
+    state, scale, copy, seeds = states.to(dtypes.TORCH[p.state_dtype]), None, None, None
+    if p.rewrites:  # rows of many magnitudes: a scale that is taken for another's shows
+        states = states * torch.exp(uniform(-0.7, 0.7, slots, p.heads, p.head_dim, 1)) if p.scaled else states
+        state, scale = rounding.encode(p.state_dtype, states)
+        if p.copy_dtype is not None:
+            copy, scale = rounding.encode(p.copy_dtype, states)
+        if p.philox_rounds is not None:
+            seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=gen)
     call = Call(
-        state=randn(slots, p.heads, p.head_dim, p.d_state).to(dtypes.TORCH[p.state_dtype]),
+        state=state,
         x_cache=randn(slots, p.heads, rows, p.head_dim).to(io),
         B_cache=randn(slots, p.groups, rows, p.d_state).to(io),
         dt_cache=torch.exp(uniform(-6.9, -2.3, slots, p.heads, rows)),
@@ -161,6 +180,11 @@ def random_call(
         pad_slot_id=pad_slot_id,
         cu_seqlens=cu_seqlens,
         max_seqlen=p.tokens if p.ragged else None,
+        state_scale=scale,
+        rand_seed=seeds,
+        philox_rounds=p.philox_rounds or rounding.ROUNDS,
+        state_copy=copy,
+        precision=p.precision,
     )
     if not p.dt_softplus:  # without softplus the raw dt is the step itself: keep it positive
         call.dt = spread(uniform(0.001, 0.1, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)
@@ -195,7 +219,9 @@ def _poison(call: Call, named: torch.Tensor, value: float) -> None:
     call.x_cache.transpose(1, 2)[dead] = value
     call.B_cache.transpose(1, 2)[dead] = value
     call.dt_cache.transpose(1, 2)[dead] = value
-    call.state[~used] = value
+    for t in (call.state, call.state_scale, call.state_copy):
+        if t is not None and t.dtype != torch.int8:
+            t.view(torch.uint8 if t.element_size() == 1 else t.dtype)[~used] = 0x7F if t.element_size() == 1 else value
 
 
 def _poison_tokens(call: Call, padding: Sequence[int], value: float) -> None:

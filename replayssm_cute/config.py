@@ -111,7 +111,7 @@ class TileConfig:
         """Ring rows that a CTA contracts over, padded to the 8 of an MMA's K, and for long windows to two of these."""
         if self.ring == "whole":
             return _up(problem.ring_rows, 8)
-        return _up(problem.window, 8 if problem.window <= SHORT_WINDOW else 16)
+        return _up(problem.window, 8 if problem.window <= SHORT_WINDOW and not problem.rewrites else 16)
 
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory a CTA asks for; `shared_layout` in the kernel allocates the same."""
@@ -132,6 +132,8 @@ class TileConfig:
                 f"head_split {self.head_split} x tiles_per_warp {self.tiles_per_warp} does not divide "
                 f"{problem.head_dim // P_TILE} tiles of {P_TILE} rows"
             )
+        if self.ring == "whole" and problem.rewrites:
+            return 'ring "whole" does not serve 8-bit states, read copies and stochastic rounding'
         if self.ring == "whole" and max(problem.window, problem.tokens) > WHOLE_LIMIT:
             return f'ring "whole" serves windows and T of at most {WHOLE_LIMIT}'
         shared = self.shared_bytes(problem)
@@ -208,7 +210,7 @@ def _up(n: int, k: int) -> int:
 def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     """Where a step kernel keeps what."""
     warps = config.warps(problem)
-    warp_bytes = config.tiles_per_warp * P_TILE * problem.d_state * problem.state_bytes
+    warp_bytes = config.tiles_per_warp * P_TILE * problem.d_state * problem.read_bytes
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
     positions = config.ring_positions(problem) + tokens_pad

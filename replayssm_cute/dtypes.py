@@ -16,8 +16,9 @@ TORCH: dict[str, torch.dtype] = {
 NAME: dict[torch.dtype, str] = {v: k for k, v in TORCH.items()}
 BYTES: dict[str, int] = {k: v.itemsize for k, v in TORCH.items()}
 
-STATE = ("f32", "bf16", "f16")  # 8-bit state belongs to the precision issue
 IO = ("bf16", "f16")
 WEIGHT = ("f32", "bf16", "f16")
 INDEX = ("i32", "i64")
-EIGHT_BIT = ("f8e4m3", "i8")
+EIGHT_BIT = ("f8e4m3", "i8")  # these carry a scale a row
+STATE = ("f32", "bf16", "f16", *EIGHT_BIT)
+COPY = ("bf16", *EIGHT_BIT)  # of a read copy beside an f32 checkpoint

@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, packing, selfcheck, sm100, tables
+from . import calls, compiler, dtypes, packing, rounding, selfcheck, sm100, tables
 from .config import TileConfig
-from .problem import Problem, from_tensors, packed_wide
+from .problem import Problem, check_seed, from_tensors, packed_wide
 from .target import Target, of_device
 
 Arguments = tuple[Any, ...]
+Options = tuple[Any, Any]  # philox_rounds and precision
+PLAIN: Options = (rounding.ROUNDS, "default")
 
 _LIMIT = 8192  # signatures kept; a server sees some hundred
 _INT64 = 1 << 63
@@ -75,11 +77,14 @@ class Plan:
         state_batch_indices: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         pad_slot_id: int = -1,
+        state_scale: torch.Tensor | None = None,
+        rand_seed: torch.Tensor | None = None,
+        state_copy: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the step on tensors like those it was prepared with, on the current stream of the prepared device.
 
-        Arguments are those of `checkpointing_ssu` under the same names; dt_softplus, enable_pdl, max_seqlen and config
-        are the prepared ones. Positional arguments cost the host least.
+        Arguments are those of `checkpointing_ssu` under the same names; dt_softplus, enable_pdl, max_seqlen,
+        philox_rounds, precision and config are the prepared ones. Positional arguments cost the host least.
 
         Checked, before anything is launched: of every tensor its device, dtype, rank, the sizes that the problem
         fixes, that sizes which must agree do, the strides that the problem fixes (all inside a slot, and over heads
@@ -100,10 +105,12 @@ class Plan:
             TypeError, ValueError: for what is checked, as `checkpointing_ssu` does, and for a call of another
                 problem than the prepared one.
         """
-        arguments = (
+        arguments: Arguments = (
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
             dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
+        if state_scale is not None or rand_seed is not None or state_copy is not None:
+            arguments = (*arguments, state_scale, rand_seed, state_copy)
         device = self.device
         try:
             if device is None or state.get_device() == device == current_device():
@@ -134,6 +141,9 @@ class Plan:
         state_batch_indices: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         pad_slot_id: int = -1,
+        state_scale: torch.Tensor | None = None,
+        rand_seed: torch.Tensor | None = None,
+        state_copy: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """A launch on these very tensors, for buffers that stay where they are; it costs less than `launch`.
 
@@ -145,10 +155,12 @@ class Plan:
         Raises:
             TypeError, ValueError: as `launch`.
         """
-        arguments = (
+        arguments: Arguments = (
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
             dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
+        if state_scale is not None or rand_seed is not None or state_copy is not None:
+            arguments = (*arguments, state_scale, rand_seed, state_copy)
         self._refuse_another(arguments)
         device, kernel = self.device, self.kernel
         if device is None:
@@ -218,10 +230,11 @@ def run(
     enable_pdl: bool,
     config: TileConfig | None,
     max_seqlen: int | None = None,
+    options: Options = PLAIN,
 ) -> torch.Tensor:
     """Check and launch one step on CUDA tensors; arguments and errors as in `checkpointing_ssu`."""
     global _last
-    state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id = (
+    state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id, *_ = (
         arguments
     )
     try:
@@ -256,6 +269,8 @@ def run(
             )
         else:
             signature = _ragged_signature(arguments, dt_softplus, enable_pdl, config, max_seqlen)
+        if options is not PLAIN:
+            signature = signature, options, _extra_signature(*arguments[18:])
         known, plan = _last
         if signature != known:
             plan = _plans.get(signature)
@@ -264,19 +279,46 @@ def run(
     except (AttributeError, TypeError, ValueError, IndexError):
         plan = signature = None  # some argument is no tensor, or one of too few dimensions; the checks say which
     if plan is None:
-        plan = _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen)
+        plan = _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen, options)
     try:
         if plan.device == current_device():
             plan.kernel(*arguments)
         else:
             plan._launch_elsewhere(arguments)
     except _REFUSALS:
-        if checked_problem(as_call(arguments, dt_softplus, max_seqlen), enable_pdl) == plan.problem:
+        if checked_problem(as_call(arguments, dt_softplus, max_seqlen, options), enable_pdl) == plan.problem:
             raise
         with _lock:
             _plans[signature], _last = None, (None, None)
-        _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen).launch(*arguments)
+        _find(signature, arguments, dt_softplus, enable_pdl, config, max_seqlen, options).launch(*arguments)
     return out
+
+
+def with_options(
+    arguments: Arguments, state_scale: Any, rand_seed: Any, philox_rounds: Any, state_copy: Any, precision: Any
+) -> tuple[Arguments, Options]:
+    """A call's arguments with those that low-precision states bring, which kernels of other problems do not take."""
+    if state_scale is not None or rand_seed is not None or state_copy is not None:
+        state = arguments[0]
+        if isinstance(state, torch.Tensor) and state.dtype == torch.float32 and isinstance(rand_seed, torch.Tensor):
+            check_seed(rand_seed, state.device)
+            rand_seed = None  # an f32 state is not rounded: such a call is one without a seed
+        if state_scale is not None or rand_seed is not None or state_copy is not None:
+            arguments = (*arguments, state_scale, rand_seed, state_copy)
+    return arguments, (philox_rounds, precision)
+
+
+def _extra_signature(
+    state_scale: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    state_copy: torch.Tensor | None = None,
+) -> Hashable:
+    """What tells calls apart by the tensors of low-precision states."""
+    return (
+        None if state_scale is None else state_scale.stride(),
+        rand_seed is None,
+        None if state_copy is None else (state_copy.stride(), state_copy.dtype),
+    )
 
 
 def _ragged_signature(
@@ -288,7 +330,7 @@ def _ragged_signature(
         AttributeError, TypeError, ValueError, IndexError: where an argument is no tensor or has a wrong rank.
     """
     state, x_cache, B_cache, dt_cache, _, _, x, _, _, B, C, out, D, z, dt_bias, slots, cu_seqlens, pad_slot_id = (
-        arguments
+        arguments[:18]
     )
     one, total, heads, head_dim = x.shape
     # The stride of the one long row depends on the total, and no kernel uses it.
@@ -333,17 +375,18 @@ def _find(
     enable_pdl: bool,
     config: TileConfig | None,
     max_seqlen: int | None,
+    options: Options,
 ) -> Plan:
     """The plan of a call whose signature is not known, or known to be that of several problems, after every check.
 
     A signature that a problem shares with others goes with every tensor's metadata. That of one that is not compact
     always does: its kernel would take the calls of the compact one too, and be slower.
     """
-    metadata = tuple((t.dtype, t.shape, t.stride()) for t in arguments[:-1] if isinstance(t, torch.Tensor))
+    metadata = tuple((t.dtype, t.shape, t.stride()) for t in arguments if isinstance(t, torch.Tensor))
     plan = _plans.get((signature, metadata))
     if plan is not None:
         return plan
-    call = as_call(arguments, dt_softplus, max_seqlen)
+    call = as_call(arguments, dt_softplus, max_seqlen, options)
     problem = checked_problem(call, enable_pdl)
     plan = make(problem, call.batch, call.state.get_device(), config)
     with _lock:
@@ -573,11 +616,19 @@ def scratch_call(problem: Problem, device: torch.device, batch: int = 1) -> call
         pad_slot_id=-1,
         cu_seqlens=packing.uniform(batch, p.tokens, device) if p.ragged else None,
         max_seqlen=p.tokens if p.ragged else None,
+        state_scale=torch.ones(batch, p.heads, p.head_dim, device=device) if p.scaled else None,
+        rand_seed=None if p.philox_rounds is None else zeros(torch.int64, 1),
+        philox_rounds=p.philox_rounds or rounding.ROUNDS,
+        state_copy=None
+        if p.copy_dtype is None
+        else zeros(dtypes.TORCH[p.copy_dtype], batch, p.heads, p.head_dim, p.d_state),
+        precision=p.precision,
     )
 
 
 def kernel_args(call: calls.Call) -> Arguments:
-    """A call's arguments in the order that kernels take them."""
+    """A call's arguments in the order that kernels take them: the last three only where one of them is given."""
+    extra = (call.state_scale, call.rand_seed, call.state_copy)
     return (
         call.state,
         call.x_cache,
@@ -597,16 +648,21 @@ def kernel_args(call: calls.Call) -> Arguments:
         call.state_batch_indices,
         call.cu_seqlens,
         call.pad_slot_id,
+        *(extra if any(t is not None for t in extra) else ()),
     )
 
 
-def as_call(arguments: Arguments, dt_softplus: bool, max_seqlen: int | None = None) -> calls.Call:
+def as_call(
+    arguments: Arguments, dt_softplus: bool, max_seqlen: int | None = None, options: Options = PLAIN
+) -> calls.Call:
     """The call of arguments in the order that kernels take them."""
-    slots, cu_seqlens, pad_slot_id = arguments[15:]
-    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen)
-    return calls.Call(*named)
+    slots, cu_seqlens, pad_slot_id, *extra = arguments[15:]
+    scale, seed, copy = extra or (None, None, None)
+    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen, scale, seed)
+    return calls.Call(*named, options[0], copy, options[1])
 
 
 def call_of(problem: Problem, arguments: Arguments) -> calls.Call:
     """The call of a kernel's arguments, where dt_softplus and max_seqlen are what its problem says."""
-    return as_call(arguments, problem.dt_softplus, None if arguments[16] is None else problem.tokens)
+    options = (problem.philox_rounds or rounding.ROUNDS, problem.precision)
+    return as_call(arguments, problem.dt_softplus, None if arguments[16] is None else problem.tokens, options)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import dtypes, ring
+from . import dtypes, ring, rounding
 
 MAX_WINDOW = 64
 MAX_TOKENS = 32
@@ -21,6 +21,7 @@ OFFSET_LIMIT = 1 << 31  # elements that 32-bit offsets reach
 ROW_ALIGN = 16  # bytes: rows of every tensor that kernels read in 16-byte pieces
 HEAD_DIMS = (64, 80, 128)
 D_STATES = (64, 128, 256)
+PRECISIONS = ("default", "highest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class Problem:
     compact says that inside a slot, and over heads and groups, strides are those of contiguous tensors; slots,
     batch rows and tokens may have any. Such kernels compute fewer addresses.
     ragged says that rows have lengths of their own, at most `tokens`, packed one after the other (cu_seqlens).
+    copy_dtype is that of the read copy beside an f32 checkpoint, None without one. philox_rounds says that a flush
+    rounds stochastically, None that it rounds to nearest. precision is "default", or "highest" for an f32 state that
+    is read with all its bits.
     """
 
     heads: int
@@ -52,6 +56,9 @@ class Problem:
     pdl: bool = False
     compact: bool = True
     ragged: bool = False
+    copy_dtype: str | None = None
+    philox_rounds: int | None = None
+    precision: str = "default"
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "d_state", "groups", "tokens", "window"):
@@ -77,8 +84,6 @@ class Problem:
                 f"window: W = {self.window}, T = {self.tokens} is not served yet; W <= {MAX_WINDOW} and "
                 f"T <= {MAX_TOKENS} are"
             )
-        if self.state_dtype in dtypes.EIGHT_BIT:
-            raise NotImplementedError(f"state: {self.state_dtype} state (8-bit) is not served yet")
         allowed: tuple[tuple[str, tuple[str, ...], bool], ...] = (
             ("state_dtype", dtypes.STATE, False),
             ("io_dtype", dtypes.IO, False),
@@ -87,6 +92,8 @@ class Problem:
             ("d_dtype", dtypes.WEIGHT, True),
             ("dt_bias_dtype", dtypes.WEIGHT, True),
             ("index_dtype", dtypes.INDEX, True),
+            ("copy_dtype", dtypes.COPY, True),
+            ("precision", PRECISIONS, False),
         )
         for name, names, optional in allowed:
             value = getattr(self, name)
@@ -94,6 +101,41 @@ class Problem:
                 raise TypeError(f"{name}: got {value!r}, expected one of {names}{' or None' if optional else ''}")
         if self.dt_dtype not in ("f32", self.io_dtype):
             raise TypeError(f"dt: got dtype {self.dt_dtype}, expected x's ({self.io_dtype}) or f32")
+        if self.state_dtype != "f32" and self.copy_dtype is not None:
+            raise ValueError(f"state_copy: got one beside a {self.state_dtype} state, expected None: only f32 has one")
+        if self.precision == "highest" and (self.state_dtype != "f32" or self.copy_dtype is not None):
+            raise ValueError(
+                f'precision: got "highest" with {self.kinds}, expected "default": only an f32 state without a copy has it'
+            )
+        if self.philox_rounds is not None:
+            check_philox_rounds(self.philox_rounds)
+            if self.state_dtype == "f32":
+                raise ValueError("philox_rounds: got a number for an f32 state, expected None: it is not rounded")
+
+    @property
+    def kinds(self) -> str:
+        """The state's dtype, and that of its read copy: 'f32', 'f32+bf16'."""
+        return self.state_dtype + (f"+{self.copy_dtype}" if self.copy_dtype else "")
+
+    @property
+    def read_dtype(self) -> str:
+        """What a step reads: the state, or its copy."""
+        return self.copy_dtype or self.state_dtype
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one element that a step reads."""
+        return dtypes.BYTES[self.read_dtype]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether what a step reads is 8-bit and has scales."""
+        return self.read_dtype in dtypes.EIGHT_BIT
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a flush does more than to write the state as it was read, rounded to nearest."""
+        return self.scaled or self.copy_dtype is not None or self.philox_rounds is not None
 
     @property
     def ring_rows(self) -> int:
@@ -121,6 +163,8 @@ class Problem:
             self.window,
             state_bytes=self.state_bytes,
             io_bytes=dtypes.BYTES[self.io_dtype],
+            copy_bytes=dtypes.BYTES[self.copy_dtype] if self.copy_dtype else 0,
+            scaled=self.scaled,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -140,10 +184,27 @@ class Problem:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16', with 'ragged' at its end where it is."""
+        """Short and readable, for logs and plots: '128x64x128/8 f32 T4 W16', with 'ragged' at its end where it is.
+
+        'f32+bf16' has a read copy, 'bf16~' is rounded stochastically, 'f32!' is of the highest precision.
+        """
         geometry = f"{self.heads}x{self.head_dim}x{self.d_state}/{self.groups}"
         ragged = " ragged" if self.ragged else ""
-        return f"{geometry} {self.state_dtype} T{self.tokens} W{self.window}{ragged}"
+        marks = ("~" if self.philox_rounds else "") + ("!" if self.precision == "highest" else "")
+        return f"{geometry} {self.kinds}{marks} T{self.tokens} W{self.window}{ragged}"
+
+
+def check_philox_rounds(rounds: object) -> None:
+    """Refuse what is no number of Philox rounds.
+
+    Raises:
+        TypeError, ValueError: naming the value and what was expected.
+    """
+    expected = f"expected an int in 1..{rounding.MAX_ROUNDS}"
+    if not isinstance(rounds, int) or isinstance(rounds, bool):
+        raise TypeError(f"philox_rounds: got {type(rounds).__name__}, {expected}")
+    if not 1 <= rounds <= rounding.MAX_ROUNDS:
+        raise ValueError(f"philox_rounds: got {rounds}, {expected}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -265,17 +326,6 @@ def _broadcast(name: str, t: torch.Tensor, dims: Sequence[int], how: str) -> Non
             raise ValueError(f"{name}: got stride {t.stride(d)} on dimension {d}, expected 0: {how}")
 
 
-def not_served(state_scale: object, rand_seed: object) -> None:
-    """Refuse the arguments whose issue has not landed, by name.
-
-    Raises:
-        NotImplementedError: for any of them that is not None.
-    """
-    for name, value in {"state_scale": state_scale, "rand_seed": rand_seed}.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: not served yet; pass None")
-
-
 def _packing(cu_seqlens: object, max_seqlen: object) -> bool:
     """Whether a call is ragged, after the checks that concern its two arguments alone."""
     if (cu_seqlens is None) != (max_seqlen is None):
@@ -311,6 +361,11 @@ def from_tensors(
     enable_pdl: bool,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    state_scale: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    philox_rounds: int = rounding.ROUNDS,
+    state_copy: torch.Tensor | None = None,
+    precision: str = "default",
 ) -> Problem:
     """Check one call's tensors against the contract and give its Problem. Nothing is written.
 
@@ -320,7 +375,7 @@ def from_tensors(
         TypeError: an argument that is no tensor, or has a wrong dtype.
         ValueError: a wrong rank, shape, device, stride or alignment, or one of cu_seqlens and max_seqlen without the
             other, naming argument, value and expectation.
-        NotImplementedError: 8-bit state, W or T beyond what is served.
+        NotImplementedError: W or T beyond what is served.
     """
     ragged = _packing(cu_seqlens, max_seqlen)
     per_token = "1, total" if ragged else "batch, T"
@@ -345,6 +400,8 @@ def from_tensors(
         "dt_bias": (dt_bias, "(H, P)"),
         "state_batch_indices": (state_batch_indices, "(batch,)"),
         "cu_seqlens": (cu_seqlens, "(batch + 1,)"),
+        "state_scale": (state_scale, "(slots, H, P)"),
+        "state_copy": (state_copy, "(slots, H, P, N)"),
     }
     given = required | {k: v for k, v in optional.items() if v[0] is not None}
     for name, (t, dims) in given.items():
@@ -378,7 +435,7 @@ def from_tensors(
             f"x_cache: got R = {rows} ring rows with T = {tokens}, expected R >= 2T (that is, T <= W = R - T)"
         )
 
-    state_dtype = _dtype("state", state, (*dtypes.STATE, *dtypes.EIGHT_BIT))
+    state_dtype = _dtype("state", state, dtypes.STATE)
     io = _dtype("x", x, dtypes.IO)
     groups_shape = (*tokens_shape[:2], groups, d_state)
     _shape("x", x, tokens_shape, x_dims)
@@ -425,6 +482,20 @@ def from_tensors(
         if cu_seqlens.stride(0) != 1:
             raise ValueError(f"cu_seqlens: got stride {cu_seqlens.stride(0)}, expected 1 (contiguous)")
 
+    copy_dtype = None
+    if state_copy is not None:
+        _shape("state_copy", state_copy, tuple(state.shape), "(slots, H, P, N)")
+        copy_dtype = _dtype("state_copy", state_copy, dtypes.COPY)
+        _rows("state_copy", state_copy, ROW_ALIGN)
+        _distinct("state_copy", state_copy)
+    _scale(state_scale, copy_dtype or state_dtype, state)
+    seeded = check_seed(rand_seed, state.device)
+    check_philox_rounds(philox_rounds)
+    if not isinstance(precision, str):
+        raise TypeError(f"precision: got {type(precision).__name__}, expected one of {PRECISIONS}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: got {precision!r}, expected one of {PRECISIONS}")
+
     for name, t in (("state", state), ("x_cache", x_cache), ("B_cache", B_cache)):
         _rows(name, t, ROW_ALIGN)
     for name, t in (("x", x), ("B", B), ("C", C), ("out", out)):
@@ -452,6 +523,44 @@ def from_tensors(
         dt_softplus=dt_softplus,
         index_dtype=index_dtype,
         pdl=enable_pdl,
-        compact=_is_compact(state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, ragged),
+        compact=_is_compact(state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, ragged)
+        and all(t is None or _inside_slot(t) for t in (state_scale, state_copy)),
         ragged=ragged,
+        copy_dtype=copy_dtype,
+        philox_rounds=philox_rounds if seeded and state_dtype != "f32" else None,
+        precision=precision,
     )
+
+
+def _scale(scale: torch.Tensor | None, kind: str, state: torch.Tensor) -> None:
+    """Check the scales: given exactly where what a step reads, of dtype `kind`, is 8-bit."""
+    if (scale is None) == (kind in dtypes.EIGHT_BIT):
+        got, expected = ("None", "(slots, H, P) f32 scales") if scale is None else ("a tensor", "None")
+        raise ValueError(f"state_scale: got {got} with {kind} to read, expected {expected}: 8-bit states have scales")
+    if scale is not None:
+        _shape("state_scale", scale, tuple(state.shape[:3]), "(slots, H, P)")
+        _dtype("state_scale", scale, ("f32",))
+        _rows("state_scale", scale, 4)
+        _distinct("state_scale", scale)
+
+
+def check_seed(seed: object, device: torch.device) -> bool:
+    """Check the seed of a call on `device`; whether there is one.
+
+    Raises:
+        TypeError, ValueError: naming what came and what was expected.
+    """
+    if seed is None:
+        return False
+    t = _tensor("rand_seed", seed)
+    if t.numel() != 1 or t.dim() > 1:
+        raise ValueError(f"rand_seed: got shape {tuple(t.shape)}, expected (1,) or ()")
+    _dtype("rand_seed", t, ("i64",))
+    if t.device != device:
+        raise ValueError(f"rand_seed: on device {t.device}, expected state's device {device}")
+    return True
+
+
+def _inside_slot(t: torch.Tensor) -> bool:
+    """Whether a cache's strides inside a slot are the contiguous ones and 32-bit offsets reach all of it."""
+    return t.stride()[1:] == torch.empty(t.shape[1:], device="meta").stride() and _reach(t) < OFFSET_LIMIT

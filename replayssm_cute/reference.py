@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import checks, packing, ring
+from . import checks, dtypes, packing, ring, rounding
 
 
 def checkpointing_ssu_reference(
@@ -36,13 +36,19 @@ def checkpointing_ssu_reference(
     pad_slot_id: int = -1,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    state_scale: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    philox_rounds: int = rounding.ROUNDS,
+    state_copy: torch.Tensor | None = None,
+    precision: str = "default",
     *,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """One checkpointing step, in place, with shapes and meanings as in `checkpointing_ssu`.
 
-    `state`, the rings and `out` may be wider types than the kernels take (a float64 `state` and `out`
-    keep float64 results). Arithmetic runs in `compute_dtype`.
+    `state`, `state_copy`, the rings and `out` may be wider types than the kernels take (a float64 `state` and `out`
+    keep float64 results, and an 8-bit state's values go into them without scales). Arithmetic runs in
+    `compute_dtype`, so that `precision` changes nothing.
 
     Returns:
         `out`, (batch, T, H, P), or (1, total, H, P) with cu_seqlens; zero for padding rows (slot == pad_slot_id or
@@ -91,21 +97,32 @@ def checkpointing_ssu_reference(
         decay = torch.exp(rate * dt_row)[..., None, None]
         return decay * s + (dt_row[..., None] * x_row)[..., None] * b_row[..., None, :]
 
-    logical = wide(state[index])
-    for j in range(window):
-        row = (start + j) % rows
-        stepped = advance(
-            logical,
-            wide(dt_cache[index, :, row]),
-            wide(x_cache[index, :, row]),
-            per_head(B_cache[index, :, row]),
-        )
-        # Selecting, not multiplying by a mask: a dead row may hold NaN or Inf.
-        logical = torch.where((j < pnat)[:, None, None, None], stepped, logical)
+    def replayed(s: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        """States of the rows `which`, advanced through their live ring rows."""
+        at, begin, count = index[which], start[which], pnat[which]
+        for j in range(window):
+            row = (begin + j) % rows
+            stepped = advance(
+                s, wide(dt_cache[at, :, row]), wide(x_cache[at, :, row]), per_head(B_cache[at, :, row])
+            )
+            # Selecting, not multiplying by a mask: a dead row may hold NaN or Inf.
+            s = torch.where((j < count)[:, None, None, None], stepped, s)
+        return s
+
+    def kept(t: torch.Tensor) -> torch.Tensor:
+        return rounding.decode(t[index], None if state_scale is None else state_scale[index], compute_dtype)
 
     flush = ring.flushes(pnat, has.sum(1), window)
     flushed = index[flush]
-    state[flushed] = logical[flush].to(state.dtype)
+    every = torch.ones_like(flush)
+    if state_copy is None:
+        logical = replayed(kept(state), every)
+        _write(state, state_scale, flushed, logical[flush], rand_seed, philox_rounds)
+    else:  # steps read the copy; the checkpoint is read and written at a flush alone
+        logical = replayed(kept(state_copy), every)
+        checkpoint = replayed(wide(state[flushed]), flush)
+        state[flushed] = checkpoint.to(state.dtype)
+        _write(state_copy, state_scale, flushed, checkpoint, None, philox_rounds)
 
     x_new, b_new, c_new = by_row(x), by_row(B), by_row(C)
     gate_new = None if z is None else by_row(z)
@@ -129,3 +146,28 @@ def checkpointing_ssu_reference(
     else:
         out[0, place[live_row][has]] = result[has].to(out.dtype)
     return out
+
+
+def _write(
+    target: torch.Tensor,
+    scale: torch.Tensor | None,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    seed: torch.Tensor | None,
+    rounds: int,
+) -> None:
+    """Round the values of some slots to what `target` holds, with their scales where it has some."""
+    kind = dtypes.NAME.get(target.dtype)
+    if kind is None or (kind in dtypes.EIGHT_BIT) != (scale is not None) or kind == "f32":
+        target[slots] = values.to(target.dtype)
+        return
+    bits = None
+    if seed is not None:
+        heads, size = values.shape[1], values.shape[2] * values.shape[3]
+        bits = rounding.random_bits(kind, seed, slots, heads, size, rounds).reshape(values.shape)
+    codes, scales = rounding.encode(kind, values, bits)
+    # torch cannot assign 8-bit floats by index; their bits it can.
+    raw = {1: torch.uint8, 2: torch.int16}[target.element_size()]
+    target.view(raw)[slots] = codes.view(raw)
+    if scale is not None and scales is not None:
+        scale[slots] = scales

@@ -76,9 +76,15 @@ def bytes_per_slot(
     *,
     state_bytes: int = 4,
     io_bytes: int = 2,
+    copy_bytes: int = 0,
+    scaled: bool = False,
 ) -> int:
-    """Bytes of one slot of one layer: checkpoint, ring of x, B (input dtype) and dt (f32), two cursors."""
+    """Bytes of one slot of one layer: checkpoint, ring of x, B (input dtype) and dt (f32), two cursors.
+
+    `state_bytes` and `copy_bytes` are those of an element of the checkpoint and of its read copy (0: none); `scaled`
+    adds the f32 scales of whichever of them is 8-bit, one for each row of head_dim.
+    """
     rows = ring_rows(window, tokens)
-    checkpoint = heads * head_dim * d_state * state_bytes
+    checkpoint = heads * head_dim * (d_state * (state_bytes + copy_bytes) + (4 if scaled else 0))
     ring = rows * (heads * head_dim * io_bytes + groups * d_state * io_bytes + heads * 4)
     return checkpoint + ring + 8

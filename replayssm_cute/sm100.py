@@ -31,6 +31,8 @@ def uncovered(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem on any GPU, or None if it can."""
     if problem.ragged:
         return "rows of lengths of their own are the portable kernel's"
+    if problem.rewrites or problem.precision != "default":
+        return "8-bit states, read copies, stochastic rounding and the highest precision are the portable kernel's"
     if max(problem.window, problem.tokens) > MOST_ROWS:
         return f"W = {problem.window}, T = {problem.tokens}: at most {MOST_ROWS} of each"
     if ROWS % problem.head_dim:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out")
+WRITTEN = ("state", "x_cache", "B_cache", "dt_cache", "out", "state_scale", "state_copy")
 
 
 @torch.library.custom_op(
@@ -38,14 +38,19 @@ def step(
     pad_slot_id: int,
     max_seqlen: int | None,
     enable_pdl: bool,
+    state_scale: torch.Tensor | None,
+    rand_seed: torch.Tensor | None,
+    philox_rounds: int,
+    state_copy: torch.Tensor | None,
+    precision: str,
 ) -> None:
     """`replayssm_cute.checkpointing_ssu` in positional form, without its return value (`out` is an argument)."""
     from .api import checkpointing_ssu
 
     checkpointing_ssu(
         state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
-        dt_softplus, state_batch_indices, pad_slot_id, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-        enable_pdl=enable_pdl,
+        dt_softplus, state_batch_indices, pad_slot_id, state_scale, rand_seed, philox_rounds, cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, enable_pdl=enable_pdl, state_copy=state_copy, precision=precision,
     )  # fmt: skip
 
 

@@ -130,13 +130,13 @@ def cursors(problem: Problem) -> list[tuple[int, int]]:
 
 
 def wide(t: torch.Tensor, *dims: int, fill: float = float("nan")) -> torch.Tensor:
-    """A copy with gaps of 8 elements after each entry of the dimensions `dims`."""
+    """A copy with gaps of 16 bytes, 8 elements at least, after each entry of the dimensions `dims`."""
     strides, reach = [1], t.shape[-1]
     for d in range(t.dim() - 2, -1, -1):
-        reach += 8 if d in dims else 0
+        reach += max(8, 16 // t.element_size()) if d in dims else 0
         strides.insert(0, reach)
         reach *= t.shape[d]
-    flat = torch.full((reach,), fill).to(t.dtype)
+    flat = torch.full((reach,), 0.0 if t.dtype == torch.int8 else fill).to(t.dtype)
     return flat.as_strided(t.shape, strides).copy_(t)
 
 
@@ -155,8 +155,10 @@ def example_call(problem: Problem) -> tuple[Call, int | None]:
         padding=() if padding is None else (padding,),
     )
     inner = () if problem.compact else (1, 2)
-    for name in ("state", "x_cache", "B_cache", "dt_cache"):
+    for name in ("state", "x_cache", "B_cache", "dt_cache", "state_scale", "state_copy"):
         t = getattr(call, name)
+        if t is None:
+            continue
         setattr(call, name, wide(t, 0, *(d for d in inner if d < t.dim() - 1)))
     for name in ("x", "B", "C", "out", "z"):
         if (t := getattr(call, name)) is not None:

@@ -77,15 +77,6 @@ def test_a_padding_row_without_indices_is_not_checked() -> None:
         replayssm_cute.checkpointing_ssu(**call.kwargs())
 
 
-@pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
-def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str) -> None:
-    call = random_call(SMALL, 2)
-    before = call.clone()
-    with pytest.raises(NotImplementedError, match=f"^{name}: not served yet"):
-        replayssm_cute.checkpointing_ssu(**call.kwargs(), **{name: torch.ones(1)})  # type: ignore[arg-type]
-    assert torch.equal(call.state.nan_to_num(), before.state.nan_to_num())
-
-
 def corrupt(name: str, row: int, value: int) -> calls.Call:
     call = random_call(SMALL, 3, pnat=[1, 2, 4])
     assert call.state_batch_indices is not None

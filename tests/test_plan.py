@@ -499,7 +499,7 @@ def test_a_tensor_without_memory_is_named_on_a_warm_signature(
 # ---- the kernel's own argument checks --------------------------------------------------------------
 
 RICH = dataclasses.replace(SMALL, has_z=True)
-NAMES = list(inspect.signature(plan.Plan.launch).parameters)[1:]
+NAMES = list(inspect.signature(plan.Plan.launch).parameters)[1:19]  # the rest is that of low-precision states
 ALIGNED = ("state", "x_cache", "B_cache", "x", "B", "C", "out", "z")
 
 

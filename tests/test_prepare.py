@@ -56,16 +56,16 @@ def test_takes_exactly_the_calls_arguments() -> None:
     launched = inspect.signature(Plan.launch).parameters
     fixed = {
         "dt_softplus",
-        "state_scale",
-        "rand_seed",
         "philox_rounds",
+        "precision",
         "max_seqlen",
         "enable_pdl",
         "config",
     }
     assert set(launched) - {"self"} == set(call.parameters) - fixed
     assert list(launched)[1:16] == [n for n in call.parameters if n not in fixed][:15]
-    assert list(launched)[16:] == ["state_batch_indices", "cu_seqlens", "pad_slot_id"], "as kernels take them"
+    last = ["state_batch_indices", "cu_seqlens", "pad_slot_id", "state_scale", "rand_seed", "state_copy"]
+    assert list(launched)[16:] == last, "as kernels take them"
     assert set(launched) - {"self"} == {f.name for f in dataclasses.fields(Call)} - fixed
     for name, parameter in list(launched.items())[1:]:
         assert parameter.default == call.parameters[name].default

@@ -135,14 +135,6 @@ def test_flags_are_bools(name: str) -> None:
         problem.from_tensors(**arguments(good_call()) | {name: 1})
 
 
-@pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
-def test_arguments_that_are_not_served_are_named(name: str) -> None:
-    nothing: dict[str, object] = dict.fromkeys(("state_scale", "rand_seed"))
-    problem.not_served(**nothing)
-    with pytest.raises(NotImplementedError, match=f"{name}: not served yet"):
-        problem.not_served(**nothing | {name: torch.zeros(1)})
-
-
 def test_valid_layouts_are_accepted() -> None:
     """Slices of one wide projection, slots in a page pool, strided cursors and indices: the contract allows them."""
     call = good_call()

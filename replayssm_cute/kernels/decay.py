@@ -42,7 +42,7 @@ class Decay:
 
     def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
-        self.gain = TRUNCATION_GAIN if spec.state_kind == "f32" else 1.0
+        self.gain = TRUNCATION_GAIN if spec.state_kind == "f32" and not spec.highest else 1.0
 
     def load_new(self, dt, a, dt_bias, d, new, head, lane):
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""

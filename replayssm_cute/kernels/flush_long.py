@@ -18,19 +18,23 @@ ROWS = 16  # ring positions, two k-steps, that are added at a time
 class LongFlush:
     """The flush phase where `StepSpec.long_flush`."""
 
-    def __init__(self, spec: StepSpec, state_tile: StateTile) -> None:
+    def __init__(
+        self, spec: StepSpec, state_tile: StateTile, unit: int | None = None, low_terms: bool = True
+    ) -> None:
         self.spec = spec
         self.state_tile = state_tile
+        self.unit = unit or spec.unit  # columns in a row that a lane works on
+        self.low_terms = low_terms  # without them the added terms have tf32's 11 bits
 
     @cute.jit
-    def _add_rows(self, results, b_cache, vectors, at, address, first, slot, group, column, start, pnat, lane):
+    def add_rows(self, results, b_cache, vectors, at, address, first, slot, group, column, start, pnat, lane):
         """Add (w_j x_j) (outer) B_j of the 16 positions from `first` to a part's accumulators."""
         g, t = lane // 4, lane % 4
         words = load_matrices(address + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
         positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
         rows = [self.spec.read_row(start, pnat, position) for position in positions]
         b_words = [
-            load_words(self.spec.pointer(b_cache, slot, (group, ring), column + g * self.spec.chunk, PART), PART // 2)
+            load_words(self.spec.pointer(b_cache, slot, (group, ring), column + g * self.unit, PART), PART // 2)
             for ring in rows
         ]
         for step in cutlass.range_constexpr(2):
@@ -39,7 +43,7 @@ class LongFlush:
             scaled = [v * weights[k // 2] for k, v in enumerate(values)]
             high = [to_tf32(v) for v in scaled]
             low = [to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)]
-            for terms in (low, high):
+            for terms in (low, high) if self.low_terms else (high,):
                 for e in cutlass.range_constexpr(PART):
                     half_of = (low_half, high_half)[e % 2]
                     pair = [bits(half_of(self.spec.io_kind, b_words[2 * step + k][e // 2])) for k in range(2)]
@@ -67,7 +71,7 @@ class LongFlush:
                             results[4 * e + 2 * side + which] = olds[e] * total
                 column = block * self.spec.block + part * PART
                 for rows in cutlass.range((pnat + (ROWS - 1)) // ROWS, unroll=1):
-                    self._add_rows(
+                    self.add_rows(
                         results, b_cache, vectors, at, address, rows * ROWS, slot, group, column, start, pnat, lane
                     )
                 for side in cutlass.range_constexpr(2):

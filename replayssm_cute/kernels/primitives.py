@@ -20,6 +20,8 @@ CUTLASS_TYPE = {
     "f16": cutlass.Float16,
     "i32": cutlass.Int32,
     "i64": cutlass.Int64,
+    "f8e4m3": cutlass.Float8E4M3FN,
+    "i8": cutlass.Int8,
 }
 PTX_TYPE = {"bf16": "bf16", "f16": "f16"}
 

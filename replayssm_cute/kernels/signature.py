@@ -16,7 +16,8 @@ FREE = "free"  # a stride that is known at run time only
 def fake_arguments(problem: Problem) -> list[Any]:
     """Arguments of a step kernel for `cute.compile`: symbolic slot count, batch and strides.
 
-    With `problem.compact` the strides inside a slot, and of heads and groups, are constants.
+    What only low-precision states have (scales, seed, read copy) comes after the stream, where there is any of it. With
+    `problem.compact` the strides inside a slot, and of heads and groups, are constants.
     """
     p = problem
     slots, batch = cute.sym_int64(), cute.sym_int()
@@ -32,6 +33,10 @@ def fake_arguments(problem: Problem) -> list[Any]:
     def inner(stride: int) -> Any:
         return stride if p.compact else FREE
 
+    def states(kind: str) -> Any:
+        shape = (slots, p.heads, p.head_dim, p.d_state)
+        return tensor(kind, shape, ROW_ALIGN, FREE, inner(p.head_dim * p.d_state), inner(p.d_state), 1)
+
     packed = (1, cute.sym_int()) if p.ragged else (batch, p.tokens)
 
     def per_token(heads: int, width: int) -> Any:
@@ -41,15 +46,7 @@ def fake_arguments(problem: Problem) -> list[Any]:
         return None if kind is None else tensor(kind, (p.heads, *sizes), 1, inner(1), *(0 for _ in sizes))
 
     return [
-        tensor(
-            p.state_dtype,
-            (slots, p.heads, p.head_dim, p.d_state),
-            ROW_ALIGN,
-            FREE,
-            inner(p.head_dim * p.d_state),
-            inner(p.d_state),
-            1,
-        ),
+        states(p.state_dtype),
         tensor(io, (slots, p.heads, rows, p.head_dim), ROW_ALIGN, FREE, inner(rows * p.head_dim), inner(p.head_dim), 1),
         tensor(io, (slots, p.groups, rows, p.d_state), ROW_ALIGN, FREE, inner(rows * p.d_state), inner(p.d_state), 1),
         tensor("f32", (slots, p.heads, rows), 4, FREE, inner(rows), 1),
@@ -68,4 +65,13 @@ def fake_arguments(problem: Problem) -> list[Any]:
         tensor("i32", (cute.sym_int(),), 4, 1) if p.ragged else None,
         Int64(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        *(
+            [
+                tensor("f32", (slots, p.heads, p.head_dim), 4, FREE, inner(p.head_dim), 1) if p.scaled else None,
+                None if p.philox_rounds is None else tensor("i64", (1,), 8, 1),
+                None if p.copy_dtype is None else states(p.copy_dtype),
+            ]
+            if p.rewrites
+            else []
+        ),
     ]

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32
 
 from ..config import P_TILE, SHORT_WINDOW, WARP, TileConfig, shared_layout
 from ..problem import Problem
+from .ptx import DECODE_GAIN, HARDWARE_ARCHES
 
 
 class StepSpec:
@@ -21,7 +22,7 @@ class StepSpec:
     at once, and the cursors only mask.
     """
 
-    def __init__(self, problem: Problem, config: TileConfig) -> None:
+    def __init__(self, problem: Problem, config: TileConfig, arch: str | None = None) -> None:
         p = self.problem = problem
         self.config = config
         self.shared = shared_layout(problem, config)
@@ -31,21 +32,28 @@ class StepSpec:
         self.tiles = config.tiles_per_warp
         self.rows = P_TILE * self.tiles  # of P that a warp owns
         self.threads = self.warps * WARP
-        self.state_kind = p.state_dtype
+        self.state_kind = p.read_dtype
         self.io_kind = p.io_dtype
-        self.chunk = 16 // p.state_bytes  # state elements in 16 bytes
-        self.block = 8 * self.chunk  # columns of N in one 128-byte shared-memory row
+        self.chunk = 16 // p.read_bytes  # state elements in 16 bytes
+        # columns of N in one shared-memory row: 128 bytes, or all of N where that is less
+        self.block = min(8 * self.chunk, p.d_state)
+        self.row_bytes = self.block * p.read_bytes
+        self.unit = self.block // 8  # columns in a row that a lane works on in a flush
         self.blocks = p.d_state // self.block
         self.token_tiles = -(-p.tokens // 8)  # n-tiles of the outputs, k-steps of the new tokens
         self.tokens_pad = 8 * self.token_tiles
         self.ring_positions = config.ring_positions(p)
         self.ring_steps = self.ring_positions // 8  # k-steps of the ring
         self.steps = self.ring_steps + self.token_tiles
-        self.long_flush = p.window > SHORT_WINDOW  # see flush_long
+        self.long_flush = p.window > SHORT_WINDOW or p.rewrites  # see flush_long and rewrite
+        self.highest = p.precision == "highest"
+        self.decode_gain = DECODE_GAIN.get((self.state_kind, self.io_kind), 1.0)
+        self.hardware_rounding = arch in HARDWARE_ARCHES
         self.units = p.d_state // 32  # column units of B·C
         # bf16 times bf16 and f16 times f16 need no conversion; everything else goes through tf32: exactly
         # for 2-byte values, with 11 bits for f32.
-        self.native = self.state_kind == self.io_kind
+        # 8-bit values are decoded to the inputs' type.
+        self.native = self.state_kind == self.io_kind or p.scaled
 
     def ring_row(self, start: Int32, offset: Int32) -> Int32:
         """(start + offset) mod R for start < R and 0 <= offset < R."""

@@ -27,12 +27,15 @@ from cutlass.memory import SmemAllocator
 from ..config import TileConfig
 from ..problem import Problem
 from ..ring import flushes
+from .byte_state import ByteReadoutC, ByteStateTile, Scales
 from .decay import SEGMENT, Decay
 from .decay_long import LongDecay
 from .flush_long import LongFlush
+from .highest import ExactStateTile
 from .primitives import CUTLASS_TYPE
 from .products import Products
 from .readout_c import ReadoutC
+from .rewrite import Rewrite
 from .signature import fake_arguments
 from .spec import P_TILE, StepSpec
 from .state_tile import StateTile
@@ -43,25 +46,28 @@ from .weights import Weights
 class StepKernel:
     """One step kernel, specialized on a problem and a tile config."""
 
-    def __init__(self, problem: Problem, config: TileConfig) -> None:
-        self.spec = StepSpec(problem, config)
-        self.readout_c = ReadoutC(self.spec)
+    def __init__(self, problem: Problem, config: TileConfig, arch: str | None = None) -> None:
+        self.spec = StepSpec(problem, config, arch)
+        self.readout_c = (ByteReadoutC if problem.scaled else ReadoutC)(self.spec)
         self.products = Products(self.spec, self.readout_c)
         self.decay = (LongDecay if max(problem.window, problem.tokens) > SEGMENT else Decay)(self.spec)
         self.weights = Weights(self.spec, self.products)
-        self.state_tile = StateTile(self.spec, self.readout_c)
+        of_state = ByteStateTile if problem.scaled else ExactStateTile if self.spec.highest else StateTile
+        self.state_tile = of_state(self.spec, self.readout_c)
         self.long_flush = LongFlush(self.spec, self.state_tile)
+        self.rewrite = Rewrite(self.spec, self.state_tile) if problem.rewrites else None
+        self.scales = Scales(self.spec)
         self.tokens = Tokens(self.spec)
 
     def staged_layout(self) -> cute.ComposedLayout:
-        """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle."""
+        """Shared-memory layout of the state: (column, row, block, warp, stage), 128-byte swizzle (64 for such rows)."""
         spec = self.spec
         tile = spec.rows * spec.problem.d_state
         outer = cute.make_layout(
             (spec.block, spec.rows, spec.blocks, spec.warps, spec.config.stages),
             stride=(1, spec.block, spec.rows * spec.block, tile, tile * spec.warps),
         )
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
+        return cute.make_composed_layout(cute.make_swizzle(3 if spec.row_bytes == 128 else 2, 4, 3), 0, outer)
 
     @cute.jit
     def __call__(
@@ -85,14 +91,18 @@ class StepKernel:
         cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
         stream,
+        scale: cute.Tensor | None = None,
+        seed: cute.Tensor | None = None,
+        copy: cute.Tensor | None = None,
     ):
         spec = self.spec
         p, config = spec.problem, spec.config
+        read = state if copy is None else copy
         tiled_state = cute.make_tensor(
-            state.iterator,
+            read.iterator,
             cute.make_layout(
-                (spec.block, p.head_dim, spec.blocks, p.heads, state.shape[0]),
-                stride=(1, state.stride[2], spec.block, state.stride[1], state.stride[0]),
+                (spec.block, p.head_dim, spec.blocks, p.heads, read.shape[0]),
+                stride=(1, read.stride[2], spec.block, read.stride[1], read.stride[0]),
             ),
         )
         atom, tma_state = cpasync.make_tiled_tma_atom(
@@ -103,7 +113,7 @@ class StepKernel:
         )
         self.kernel(
             atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
-            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id,
+            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id, scale, seed, copy,
         ).launch(
             grid=[self.grid_size(self.batch(x, cu_seqlens)), 1, 1],
             block=[spec.threads, 1, 1],
@@ -165,6 +175,9 @@ class StepKernel:
         slots: cute.Tensor | None,
         cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
+        scale: cute.Tensor | None,
+        seed: cute.Tensor | None,
+        copy: cute.Tensor | None,
     ):
         spec = self.spec
         p, config, shared = spec.problem, spec.config, spec.shared
@@ -245,6 +258,9 @@ class StepKernel:
                 self.first_loads(atom, from_global, to_shared, barriers, turns, first, tile, warp, slot32)
                 cute.arch.sync_warp()
                 start, pnat = Int32(ring_start[slot]), Int32(pnat_of[slot])
+            row_scales = self.scales.new() if cutlass.const_expr(p.scaled) else None
+            if cutlass.const_expr(p.scaled):
+                self.scales.ask(row_scales, scale, slot, first, p0, g)
             self.readout_c.stage(raw, c_words)
             bc_tile = warp % shared.tile_warps
             bc_rows = self.products.new_rows()
@@ -269,6 +285,8 @@ class StepKernel:
             read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
             refill = cutlass.const_expr(config.stages < config.turns)
             self.next_read_out(read_out, address, barriers, c_rows, c_held, Int32(0), Int32(0), warp, lane)
+            if cutlass.const_expr(p.scaled):
+                self.scales.apply(row_scales, read_out)
             if cutlass.const_expr(refill) and not flush:
                 cute.arch.sync_warp()
                 self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
@@ -312,7 +330,7 @@ class StepKernel:
                 if flush:
                     self.flush(
                         state, b_cache, raw, address, my_inputs, vectors, flush_b, 0, side, slot, group, first, p0,
-                        start, pnat, warp, lane,
+                        start, pnat, warp, lane, (scale, seed, copy),
                     )  # fmt: skip
 
             # ---- head by head ----
@@ -332,7 +350,7 @@ class StepKernel:
                 if cutlass.const_expr(not only_turn) and flush:
                     self.flush(
                         state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0, start,
-                        pnat, warp, lane,
+                        pnat, warp, lane, (scale, seed, copy),
                     )  # fmt: skip
                 if cutlass.const_expr(config.turns > 1):
                     cute.arch.sync_warp()
@@ -348,7 +366,11 @@ class StepKernel:
                     input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
                     stage, phase = self.following(stage, phase)
                     if i + 1 < turns:
+                        if cutlass.const_expr(p.scaled):
+                            self.scales.ask(row_scales, scale, slot, head + config.parallel_heads, p0, g)
                         self.next_read_out(read_out, address, barriers, c_rows, c_held, stage, phase, warp, lane)
+                        if cutlass.const_expr(p.scaled):
+                            self.scales.apply(row_scales, read_out)
                         if cutlass.const_expr(refill) and not flush:
                             cute.arch.sync_warp()
                             self.refill(
@@ -374,7 +396,7 @@ class StepKernel:
     @cute.jit
     def flush(
         self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
-        warp, lane,
+        warp, lane, low_precision,
     ):  # fmt: skip
         """Flush the head whose state is in a stage, inputs at `at`; `flush_b` is B's first part if it was asked for."""
         coming = flush_b
@@ -382,10 +404,16 @@ class StepKernel:
             coming = self.state_tile.new_b()
             self.state_tile.first_b(coming, b_cache, slot, group, start, pnat, lane // 4, lane % 4)
         for tile in cutlass.range(self.spec.tiles, unroll=1):
-            offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * 128)
+            offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * self.spec.row_bytes)
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             inputs = address + (at + tile * self.spec.shared.input_tile_bytes)
-            if cutlass.const_expr(self.spec.long_flush):
+            if cutlass.const_expr(self.rewrite is not None):
+                scale, seed, copy = low_precision
+                self.rewrite.flush(
+                    state, copy, scale, seed, b_cache, vectors, words, inputs, index, slot, group, head,
+                    p0 + P_TILE * tile, start, pnat, lane,
+                )  # fmt: skip
+            elif cutlass.const_expr(self.spec.long_flush):
                 self.long_flush.flush(
                     state,
                     b_cache,
@@ -457,8 +485,9 @@ def compile_step(problem: Problem, config: TileConfig, arch: str):
 
     Returns:
         A callable that takes torch tensors in the order of `checkpointing_ssu` (state ... out, D, z, dt_bias,
-        state_batch_indices, pad_slot_id) and launches on torch's current stream.
+        state_batch_indices, cu_seqlens, pad_slot_id; state_scale, rand_seed and state_copy where there is one of them)
+        and launches on torch's current stream.
     """
     return cute.compile(
-        StepKernel(problem, config), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
+        StepKernel(problem, config, arch), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
     )

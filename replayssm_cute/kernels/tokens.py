@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .decay import Vectors
+from .highest import split
 from .primitives import (
     HIGH_HALVES,
     LOW_HALVES,
@@ -148,6 +149,10 @@ class Tokens:
                 fragment = weights(step, n)
                 for tile in range(spec.tiles):
                     a_frag = [bits(v) for v in x_fragment(x_words[tile][step], spec)]
+                    if spec.highest:  # x is exact in tf32, its weight takes two terms
+                        high, low = split(fragment)
+                        sums[tile][n] = mma_tf32(sums[tile][n], a_frag, low)
+                        fragment = high
                     sums[tile][n] = mma_tf32(sums[tile][n], a_frag, fragment)
         return sums
 

@@ -1,7 +1,7 @@
 """The weight of every position in every new token's output, once per head: the B-operand of the outputs' MMAs.
 
 For the ring exp(C_tot - c_j + n_t) dt_j (B_j·C_t); for new token s exp(n_t - n_s) dt_s (B_s·C_t), plus D where s = t,
-0 where s > t. Rounded to tf32, a row of positions for each token.
+0 where s > t. Rounded to tf32 (not for the highest precision), a row of positions for each token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .decay import Vectors
-from .primitives import load_words, store_words, to_tf32
+from .primitives import bits, load_words, store_words, to_tf32
 from .products import Products
 from .spec import StepSpec
 
@@ -22,6 +22,7 @@ class Weights:
     def __init__(self, spec: StepSpec, products: Products) -> None:
         self.spec = spec
         self.products = products
+        self.rounded = bits if spec.highest else to_tf32
 
     def _at(self, head_index, step, n, g, t):
         """Byte offset of this lane's two weights in a k-step: positions 2t and 2t + 1 of token 8n + g."""
@@ -38,7 +39,7 @@ class Weights:
             weight = dot * (vectors[at.weights + position] * vectors[at.token_decay + token])
             # a dead row's product may be NaN: select, never multiply
             live = self.spec.is_live(start, pnat, position)
-            pair.append(to_tf32(Float32(cutlass.select_(live, weight, Float32(0.0)))))
+            pair.append(self.rounded(Float32(cutlass.select_(live, weight, Float32(0.0)))))
         return pair
 
     def _of_tokens(self, products, vectors, at, step, n, g, t):
@@ -53,7 +54,7 @@ class Weights:
                 between = between + Float32(cutlass.select_(inside, log_decay, Float32(0.0)))
             weight = cute.math.exp(between) * (vectors[at.dt + s] * dot)
             weight = Float32(cutlass.select_(s == token, weight + vectors[at.skip], weight))
-            pair.append(to_tf32(Float32(cutlass.select_(s <= token, weight, Float32(0.0)))))
+            pair.append(self.rounded(Float32(cutlass.select_(s <= token, weight, Float32(0.0)))))
         return pair
 
     @cute.jit

@@ -75,7 +75,7 @@ def copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Pointer) -> None:
     assert column == block == 0 and warp == NOW.warp.index
     columns, rows, blocks = view.tile
     size, per_word = view.pointer.size, 4 // view.pointer.size
-    assert columns * size == 128, "a row of the 128-byte swizzle"
+    assert columns * size == 16 << box.pointer.swizzle[0], "a row of the swizzle"
     assert rows <= 256 and blocks <= 256, "a box's sides"
     assert not any(s * size % 16 for s in view.stride[1:]), "TMA strides"
     c, r, b = np.meshgrid(np.arange(0, columns, per_word), np.arange(rows), np.arange(blocks), indexing="ij")

@@ -21,7 +21,8 @@ INPUTS = ("x", "dt", "B", "C", "z")  # what a predecessor may still be writing w
 ORDER = (
     "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C",
     "out", "D", "z", "dt_bias", "state_batch_indices", "cu_seqlens",
-)  # fmt: skip
+)
+EXTRA = ("state_scale", "rand_seed", "state_copy")  # fmt: skip
 END = object()
 REGIONS = ("inputs", "c", "products", "weights", "vectors", "barriers")
 
@@ -43,7 +44,7 @@ class Run:
         self.problem, self.config = problem, config
         self.kernel = source.module("step").StepKernel(problem, config)
         self.tensors: dict[str, Global] = {}
-        for name in ORDER:
+        for name in (*ORDER, *EXTRA):
             if (t := getattr(call, name, None)) is not None:
                 self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS)
         self.spaces = {t.base >> 40: t for t in self.tensors.values()}
@@ -52,7 +53,8 @@ class Run:
         self.unfinished: list[tuple[int, int]] = []  # CTA and warp that ended with copies on their way
         NOW.run, NOW.warp = self, Warp(0, inputs_ready=False)
         arguments = [self.tensors.get(name) for name in ORDER]
-        self.kernel(*arguments, call.pad_slot_id, None)
+        extra = [self.tensors.get(name) for name in EXTRA] if problem.rewrites else []
+        self.kernel(*arguments, call.pad_slot_id, None, *extra)
 
     def note_conflicts(self, where: str, ways: int) -> None:
         self.conflicts[where] = max(self.conflicts[where], ways)

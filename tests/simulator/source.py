@@ -15,7 +15,7 @@ from typing import Any
 
 import replayssm_cute
 
-from . import dsl, instructions
+from . import conversions, dsl, instructions
 from .values import branch
 
 FOLDER = Path(replayssm_cute.__file__).parent / "kernels"
@@ -52,11 +52,15 @@ class Source:
 
     def __init__(self, replace: tuple[str, str, str] | None = None) -> None:
         self.replace = replace
-        self.modules: dict[str, Any] = {"primitives": instructions, "signature": SimpleNamespace(fake_arguments=None)}
+        self.modules: dict[str, Any] = {
+            "primitives": instructions,
+            "convert": conversions,
+            "signature": SimpleNamespace(fake_arguments=None),
+        }
 
     def _import(self, name: str, globals_: Any = None, locals_: Any = None, wanted: Any = (), level: int = 0) -> Any:
         if level == 1:
-            return self.module(name)
+            return self.module(name) if name else SimpleNamespace(**{n: self.module(n) for n in wanted})
         if level == 2:
             return importlib.import_module(f"replayssm_cute.{name}")
         if name.split(".")[0] == "cutlass":

@@ -121,7 +121,15 @@ class Half:
 
 
 Int32, Int64 = integer(32), integer(64)
-TYPES = {"f32": Float32, "bf16": Half, "f16": Half, "i32": Int32, "i64": Int64}
+
+
+class Byte:
+    """An 8-bit type."""
+
+    width = 8
+
+
+TYPES = {"f32": Float32, "bf16": Half, "f16": Half, "i32": Int32, "i64": Int64, "f8e4m3": Byte, "i8": Byte}
 
 
 class Fragment:
