@@ -74,7 +74,7 @@ def bounds(problem: Problem) -> Bounds:
     state = STATE_BOUNDS[problem.state_dtype] * (1.5 if problem.philox_rounds else 1.0)
     copy = STATE_BOUNDS[problem.copy_dtype] if problem.copy_dtype else 0.0
     # A flush into few bits adds the ring's terms with tf32's 11 bits.
-    scale = 1e-5 if problem.copy_dtype else 1e-3
+    scale = 1e-3 if problem.state_dtype in dtypes.EIGHT_BIT else 1e-5
     if problem.io_dtype == "f16":
         return Bounds(out=7e-4, out_worst=2e-3, state=state, copy=copy, scale=scale)
     return Bounds(out=2e-3, out_worst=5e-3, state=state, copy=copy, scale=scale)

@@ -337,6 +337,8 @@ def test_signature_is_the_contracts() -> None:
 
     parameters = inspect.signature(api.checkpointing_ssu).parameters
     keyword_only = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert keyword_only == ["cu_seqlens", "max_seqlen", "enable_pdl", "config"]
-    assert [*list(parameters)[:18], "cu_seqlens", "max_seqlen"] == [f.name for f in dataclasses.fields(calls.Call)]
+    assert keyword_only == ["cu_seqlens", "max_seqlen", "enable_pdl", "state_copy", "precision", "config"]
+    low = ["state_scale", "rand_seed", "philox_rounds", "state_copy", "precision"]
+    names = [*list(parameters)[:18], "cu_seqlens", "max_seqlen", *low]
+    assert names == [f.name for f in dataclasses.fields(calls.Call)]
     assert list(parameters)[18:21] == ["state_scale", "rand_seed", "philox_rounds"]

@@ -154,7 +154,7 @@ def test_the_step_takes_them_as_compact() -> None:
         ({"head_dim": 96}, ValueError, "head_dim: got 96"),
         ({"tokens": 9}, ValueError, "window: got W = 8 with T = 9"),
         ({"window": 65}, NotImplementedError, "W = 65"),
-        ({"state_dtype": "f8e4m3"}, NotImplementedError, "8-bit"),
+        ({"state_dtype": "bf16", "copy_dtype": "i8"}, ValueError, "state_copy: got one beside a bf16 state"),
         ({"state_dtype": "f64"}, TypeError, "state_dtype: got 'f64'"),
         ({"io_dtype": "f32"}, TypeError, "io_dtype: got 'f32'"),
     ],

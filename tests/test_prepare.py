@@ -26,6 +26,7 @@ cpu_as_gpu = fakes.cpu_as_gpu
 
 RICH = dataclasses.replace(SMALL, has_z=True)
 RAGGED = dataclasses.replace(RICH, ragged=True)
+FIXED = ("dt_softplus", "max_seqlen", "philox_rounds", "precision")  # of a call, when it is prepared
 
 
 def launch(prepared: Plan, call: Call) -> torch.Tensor:
@@ -83,7 +84,7 @@ def test_on_the_cpu_a_launch_runs_the_reference_and_prepare_writes_nothing() -> 
     other = random_call(RICH, 3, seed=1)
     expected = other.clone()
     checkpointing_ssu_reference(**expected.kwargs())
-    given = {k: v for k, v in other.kwargs().items() if k not in ("dt_softplus", "max_seqlen")}
+    given = {k: v for k, v in other.kwargs().items() if k not in FIXED}
     prepared.launch(**given)
     assert_same(other, expected)
 
@@ -262,7 +263,8 @@ def test_binding_checks_everything(cpu_as_gpu: None, monkeypatch: pytest.MonkeyP
             bad.change(given)
             if not is_launched(given, call):
                 continue
-            del given["dt_softplus"], given["max_seqlen"]
+            for name in FIXED:
+                del given[name]
             with pytest.raises(bad.error) as caught:
                 prepared.bind(**given)
             assert all(word in str(caught.value) for word in bad.words), (bad.name, str(caught.value))

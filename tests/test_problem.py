@@ -211,7 +211,14 @@ def test_weight_dtypes_are_independent(name: str, field: str, dtype: torch.dtype
         ({"tokens": 8}, ValueError, "window: got W = 7 with T = 8"),
         ({"window": 65}, NotImplementedError, "window: W = 65, T = 3 is not served yet; W <= 64 and T <= 32 are"),
         ({"window": 33, "tokens": 33}, NotImplementedError, "window: W = 33, T = 33 is not served yet"),
-        ({"state_dtype": "i8"}, NotImplementedError, "state: i8 state (8-bit)"),
+        ({"copy_dtype": "f16"}, TypeError, "copy_dtype: got 'f16', expected one of"),
+        ({"copy_dtype": "i8", "state_dtype": "bf16"}, ValueError, "state_copy: got one beside a bf16 state"),
+        ({"precision": "high"}, TypeError, "precision: got 'high', expected one of"),
+        ({"precision": "highest", "state_dtype": "i8"}, ValueError, 'precision: got "highest" with i8'),
+        ({"precision": "highest", "copy_dtype": "bf16"}, ValueError, 'precision: got "highest" with f32+bf16'),
+        ({"philox_rounds": 10}, ValueError, "philox_rounds: got a number for an f32 state"),
+        ({"philox_rounds": 0, "state_dtype": "i8"}, ValueError, "philox_rounds: got 0, expected an int in 1..16"),
+        ({"philox_rounds": True, "state_dtype": "i8"}, TypeError, "philox_rounds: got bool, expected an int in 1..16"),
         ({"state_dtype": "f64"}, TypeError, "state_dtype: got 'f64', expected one of"),
         ({"io_dtype": None}, TypeError, "io_dtype: got None"),
         ({"io_dtype": "f16"}, TypeError, "dt: got dtype bf16, expected x's (f16) or f32"),
@@ -270,11 +277,15 @@ def test_every_field_tells_problems_apart() -> None:
         "pdl": True,
         "compact": False,
         "ragged": True,
+        "copy_dtype": "bf16",
+        "philox_rounds": 7,
+        "precision": "highest",
     }
     assert set(other) == {f.name for f in dataclasses.fields(Problem)}
     base = dataclasses.replace(PROBLEM, dt_dtype="f32")
     for name, value in other.items():
         start = base if name == "io_dtype" else PROBLEM
+        start = dataclasses.replace(PROBLEM, state_dtype="bf16") if name == "philox_rounds" else start
         assert dataclasses.replace(start, **{name: value}) != start, name
 
 
@@ -282,4 +293,11 @@ def test_derived_facts() -> None:
     assert (PROBLEM.ring_rows, PROBLEM.heads_per_group, PROBLEM.state_bytes) == (10, 4, 4)
     assert PROBLEM.label() == "8x64x128/2 f32 T3 W7"
     assert RAGGED.label() == "8x64x128/2 f32 T3 W7 ragged"
+    low = dataclasses.replace(PROBLEM, state_dtype="f8e4m3", philox_rounds=10)
+    dual = dataclasses.replace(PROBLEM, copy_dtype="bf16")
+    assert (low.label(), dual.label()) == ("8x64x128/2 f8e4m3~ T3 W7", "8x64x128/2 f32+bf16 T3 W7")
+    assert dataclasses.replace(PROBLEM, precision="highest").label() == "8x64x128/2 f32! T3 W7"
+    assert (low.read_bytes, dual.read_bytes, low.scaled, dual.scaled) == (1, 2, True, False)
+    assert low.bytes_per_slot() == PROBLEM.bytes_per_slot() - 8 * 64 * (128 * 3 - 4)
+    assert dual.bytes_per_slot() == PROBLEM.bytes_per_slot() + 8 * 64 * 128 * 2
     assert dataclasses.replace(PROBLEM, tokens=32, window=64).ring_rows == 96

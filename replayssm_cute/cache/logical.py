@@ -17,6 +17,7 @@ from .spec import CacheSpec
 FORMAT = "replayssm_cute.logical_state"
 SCHEMA_VERSION = 1
 _TENSORS = ("count", "state", "x", "B", "dt")
+_HEADER = tuple(f.name for f in dataclasses.fields(CacheSpec) if f.name != "copy_dtype")  # a copy is made anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class LogicalState:
         Tensors are shared with this object, not copied.
         """
         self.check()
-        data: dict[str, Any] = {"format": FORMAT, "version": SCHEMA_VERSION, **dataclasses.asdict(self.spec)}
+        header = {name: getattr(self.spec, name) for name in _HEADER}
+        data: dict[str, Any] = {"format": FORMAT, "version": SCHEMA_VERSION, **header}
         data |= {name: getattr(self, name).contiguous() for name in _TENSORS}
         return data | {"checksum": _checksum(data)}
 
@@ -118,14 +120,13 @@ class LogicalState:
             raise ValueError(f"logical state: format: got {data.get('format')!r}, expected {FORMAT!r}")
         if data.get("version") != SCHEMA_VERSION:
             raise ValueError(f"logical state: version: got {data.get('version')!r}, expected {SCHEMA_VERSION}")
-        header = [f.name for f in dataclasses.fields(CacheSpec)]
-        known = {"format", "version", "checksum", *header, *_TENSORS}
+        known = {"format", "version", "checksum", *_HEADER, *_TENSORS}
         if missing := sorted(known - set(data)):
             raise ValueError(f"logical state: missing fields {missing}")
         if unknown := sorted(set(data) - known, key=str):
             raise ValueError(f"logical state: unknown fields {unknown}")
         try:
-            spec = CacheSpec(**{name: data[name] for name in header})
+            spec = CacheSpec(**{name: data[name] for name in _HEADER})
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ValueError(f"logical state: header: {error}") from None
         result = cls(spec, *(data[name] for name in _TENSORS))

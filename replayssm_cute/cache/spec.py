@@ -24,7 +24,8 @@ class TensorSpec:
     """One tensor of a cache group.
 
     Attributes:
-        name: "state", "x_cache", "B_cache", "dt_cache", "A", "ring_start", "pnat" or "last_tokens".
+        name: "state", "state_copy", "x_cache", "B_cache", "state_scale", "dt_cache", "A", "ring_start", "pnat" or
+            "last_tokens".
         layer: the layer, None for a tensor that all layers share.
         shape, stride: in elements.
         dtype: short name, see `replayssm_cute.dtypes`.
@@ -60,8 +61,9 @@ class CacheSpec:
     """The layers of a cache group that share slots and cursors, and one slot's tensors in each of them.
 
     layers counts them; heads, head_dim, d_state and groups are H, P, N and G of every layer; tokens is T, the most new
-    tokens of a row in a step, and window is W, so that a ring has R = W + T rows. state_dtype ("f32", "bf16", "f16")
-    and io_dtype ("bf16", "f16", of the rings of x and B) are short names; the ring of dt is f32.
+    tokens of a row in a step, and window is W, so that a ring has R = W + T rows. state_dtype ("f32", "bf16", "f16",
+    "f8e4m3", "i8"), io_dtype ("bf16", "f16", of the rings of x and B) and copy_dtype ("bf16", "f8e4m3", "i8", of a read
+    copy beside an f32 state, or None) are short names; the ring of dt is f32, and so are the scales of 8-bit states.
 
     Raises:
         ValueError, TypeError, NotImplementedError: for what `Problem` refuses too, or a bad number of layers.
@@ -76,6 +78,7 @@ class CacheSpec:
     window: int
     state_dtype: str = "f32"
     io_dtype: str = "bf16"
+    copy_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, int) or isinstance(self.layers, bool) or self.layers < 1:
@@ -129,10 +132,14 @@ class CacheSpec:
     def slot_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of one slot's tensors in a layer, by name, in the order in which they lie in a page."""
         h, p, n, g, r = self.heads, self.head_dim, self.d_state, self.groups, self.ring_rows
+        copy = {} if self.copy_dtype is None else {"state_copy": ((h, p, n), self.copy_dtype)}
+        scale = {"state_scale": ((h, p), "f32")} if self.problem().scaled else {}
         return {
             "state": ((h, p, n), self.state_dtype),
+            **copy,
             "x_cache": ((h, r, p), self.io_dtype),
             "B_cache": ((g, r, n), self.io_dtype),
+            **scale,
             "dt_cache": ((h, r), "f32"),
         }
 
@@ -219,7 +226,7 @@ def slots_that_fit(free_bytes: int, *specs: CacheSpec) -> int:
 
 
 def _alignment(name: str) -> int:
-    return ROW_ALIGN if name in ("state", "x_cache", "B_cache") else 4
+    return ROW_ALIGN if name in ("state", "state_copy", "x_cache", "B_cache") else 4
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
