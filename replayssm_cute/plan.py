@@ -658,8 +658,8 @@ def as_call(
     """The call of arguments in the order that kernels take them."""
     slots, cu_seqlens, pad_slot_id, *extra = arguments[15:]
     scale, seed, copy = extra or (None, None, None)
-    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen, scale, seed)
-    return calls.Call(*named, options[0], copy, options[1])
+    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen)
+    return calls.Call(*named, scale, seed, options[0], copy, options[1])
 
 
 def call_of(problem: Problem, arguments: Arguments) -> calls.Call:

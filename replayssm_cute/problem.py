@@ -105,7 +105,8 @@ class Problem:
             raise ValueError(f"state_copy: got one beside a {self.state_dtype} state, expected None: only f32 has one")
         if self.precision == "highest" and (self.state_dtype != "f32" or self.copy_dtype is not None):
             raise ValueError(
-                f'precision: got "highest" with {self.kinds}, expected "default": only an f32 state without a copy has it'
+                f'precision: got "highest" with {self.kinds}, expected "default": '
+                f"only an f32 state without a copy has it"
             )
         if self.philox_rounds is not None:
             check_philox_rounds(self.philox_rounds)

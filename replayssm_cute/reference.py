@@ -102,9 +102,7 @@ def checkpointing_ssu_reference(
         at, begin, count = index[which], start[which], pnat[which]
         for j in range(window):
             row = (begin + j) % rows
-            stepped = advance(
-                s, wide(dt_cache[at, :, row]), wide(x_cache[at, :, row]), per_head(B_cache[at, :, row])
-            )
+            stepped = advance(s, wide(dt_cache[at, :, row]), wide(x_cache[at, :, row]), per_head(B_cache[at, :, row]))
             # Selecting, not multiplying by a mask: a dead row may hold NaN or Inf.
             s = torch.where((j < count)[:, None, None, None], stepped, s)
         return s

@@ -103,5 +103,3 @@ class Scales:
                 for e in range(4):
                     at = 4 * (tile * self.spec.token_tiles + n) + e
                     read_out[at] = read_out[at] * Float32(self.spec.decode_gain) * held[2 * tile + e // 2]
-
-

@@ -18,9 +18,7 @@ ROWS = 16  # ring positions, two k-steps, that are added at a time
 class LongFlush:
     """The flush phase where `StepSpec.long_flush`."""
 
-    def __init__(
-        self, spec: StepSpec, state_tile: StateTile, unit: int | None = None, low_terms: bool = True
-    ) -> None:
+    def __init__(self, spec: StepSpec, state_tile: StateTile, unit: int | None = None, low_terms: bool = True) -> None:
         self.spec = spec
         self.state_tile = state_tile
         self.unit = unit or spec.unit  # columns in a row that a lane works on

@@ -108,7 +108,7 @@ _BY_BITS = "{ .reg .b32 x,g,e,m,d,s,r,t,o0,o1,o2,o3; .reg .pred p; "
 
 
 def _by_bits(kind: str, value: str, out: str) -> str:
-    """One value by the random bits of the register r, as `rounding.stochastic` does it. Shifts by 32 and more give 0."""
+    """One value by the random bits of the register r, as `rounding.stochastic` does it; shifts by over 31 give 0."""
     mantissa, smallest, width, largest, nan = FORMATS[kind]
     sign = 7 if kind == "f8e4m3" else 15
     return (

@@ -43,7 +43,7 @@ class Rewrite:
         self, state, copy, scale, seed, b_cache, vectors, tile, address, head_index, slot, group, head, p0, start, pnat,
         lane,
     ):  # fmt: skip
-        """Write a tile of the logical state back; `tile` is what a step reads, in shared memory, `address` its inputs'."""
+        """Write a tile of the logical state back; `tile` is what was read, in shared memory, `address` its inputs."""
         g, t = lane // 4, lane % 4
         at = Vectors(self.spec, head_index)
         total = vectors[at.total]
@@ -155,9 +155,7 @@ class Rewrite:
                 for k in range(PART // 2):
                     pair = values[2 * k], values[2 * k + 1]
                     if words:
-                        done[side][which].append(
-                            encode_pair(self.kind, *pair, words[k], self.spec.hardware_rounding)
-                        )
+                        done[side][which].append(encode_pair(self.kind, *pair, words[k], self.spec.hardware_rounding))
                     else:
                         done[side][which].append(pack(self.kind, *pair))
 
@@ -197,5 +195,3 @@ class Rewrite:
         slot, head, p, _ = where
         column = self._column(block, which, t)
         return self.spec.pointer(tensor, slot, (head, p + 8 * side), column, divisor)
-
-

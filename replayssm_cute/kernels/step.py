@@ -404,7 +404,11 @@ class StepKernel:
             coming = self.state_tile.new_b()
             self.state_tile.first_b(coming, b_cache, slot, group, start, pnat, lane // 4, lane % 4)
         for tile in cutlass.range(self.spec.tiles, unroll=1):
-            offset = stage * self.spec.shared.stage_bytes + warp * self.spec.shared.warp_bytes + tile * (P_TILE * self.spec.row_bytes)
+            offset = (
+                stage * self.spec.shared.stage_bytes
+                + warp * self.spec.shared.warp_bytes
+                + tile * (P_TILE * self.spec.row_bytes)
+            )
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             inputs = address + (at + tile * self.spec.shared.input_tile_bytes)
             if cutlass.const_expr(self.rewrite is not None):

@@ -21,8 +21,8 @@ INPUTS = ("x", "dt", "B", "C", "z")  # what a predecessor may still be writing w
 ORDER = (
     "state", "x_cache", "B_cache", "dt_cache", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C",
     "out", "D", "z", "dt_bias", "state_batch_indices", "cu_seqlens",
-)
-EXTRA = ("state_scale", "rand_seed", "state_copy")  # fmt: skip
+)  # fmt: skip
+EXTRA = ("state_scale", "rand_seed", "state_copy")
 END = object()
 REGIONS = ("inputs", "c", "products", "weights", "vectors", "barriers")
 
