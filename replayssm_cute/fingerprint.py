@@ -16,7 +16,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 # What shapes the generated code of each group of kernels: its own folder, and sources elsewhere.
 _GROUPS = {
-    "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py")),
+    "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py", "rounding.py")),
     "sm100": ("kernels/sm100", ("sm100.py",)),
     "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py")),
 }

@@ -658,8 +658,9 @@ def as_call(
     """The call of arguments in the order that kernels take them."""
     slots, cu_seqlens, pad_slot_id, *extra = arguments[15:]
     scale, seed, copy = extra or (None, None, None)
-    named = (*arguments[:15], dt_softplus, slots, pad_slot_id, cu_seqlens, max_seqlen)
-    return calls.Call(*named, scale, seed, options[0], copy, options[1])
+    rows = (slots, pad_slot_id, cu_seqlens, max_seqlen)
+    named = (*arguments[:15], dt_softplus, *rows, scale, seed, options[0], copy, options[1])
+    return calls.Call(*named)
 
 
 def call_of(problem: Problem, arguments: Arguments) -> calls.Call:

@@ -46,7 +46,16 @@ ROWS = 6  # live rows of a trial, and as many again in the tail of a config that
 HANG_SECONDS = 60.0  # a trial takes microseconds; the rest is for a GPU that others keep busy
 
 _PACKAGE = Path(__file__).resolve().parent
-_CHECK_SOURCES = ("selfcheck.py", "compare.py", "calls.py", "reference.py", "checks.py", "packing.py", "ring.py")
+_CHECK_SOURCES = (
+    "selfcheck.py",
+    "compare.py",
+    "calls.py",
+    "reference.py",
+    "checks.py",
+    "packing.py",
+    "ring.py",
+    "rounding.py",
+)
 _PROC = Path("/proc/driver/nvidia/version")
 # Errors that a launch can meet without the kernel being wrong: they say nothing about it and are not kept.
 _NOT_THE_KERNEL = re.compile(r"out.of.memory|captur", re.I)
@@ -427,7 +436,7 @@ def _start(problem: Problem, pnat: int, way: int) -> int:
 
 
 _HEAD_DIMENSION = {
-    **dict.fromkeys(("state", "x_cache", "B_cache", "dt_cache"), 1),
+    **dict.fromkeys(("state", "x_cache", "B_cache", "dt_cache", "state_scale", "state_copy"), 1),
     **dict.fromkeys(("x", "dt", "B", "C", "out", "z"), 2),
     **dict.fromkeys(("A", "D", "dt_bias"), 0),
 }
@@ -440,7 +449,8 @@ def _spread_heads(call: Call) -> Call:
         t: torch.Tensor | None = getattr(call, name)
         if t is not None:
             small = t[tuple(slice(0, 1 if stride == 0 else None) for stride in t.stride())]
-            wide = t.new_full((*small.shape[: dim + 1], 2, *small.shape[dim + 1 :]), float("nan"))
+            between = 99 if t.dtype == torch.int8 else float("nan")
+            wide = t.new_full((*small.shape[: dim + 1], 2, *small.shape[dim + 1 :]), between)
             wide.select(dim + 1, 0).copy_(small)
             apart[name] = wide.select(dim + 1, 0).expand(t.shape)
     return dataclasses.replace(call, **apart)

@@ -16,6 +16,8 @@ _CODES = {
     torch.float64: (2, 64),
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
+    torch.float8_e4m3fn: (10, 8),
+    torch.int8: (0, 8),
     torch.int16: (0, 16),
     torch.int32: (0, 32),
     torch.int64: (0, 64),

@@ -191,6 +191,11 @@ def test_trials_of_a_problem_without_indices_and_of_one_that_is_not_compact() ->
         {"ragged": True},
         {"ragged": True, "compact": False, "has_z": True},
         {"ragged": True, "index_dtype": None},
+        {"state_dtype": "f8e4m3", "philox_rounds": 10},
+        {"state_dtype": "i8", "compact": False},
+        {"copy_dtype": "f8e4m3", "ragged": True},
+        {"state_dtype": "bf16", "philox_rounds": 10},
+        {"precision": "highest"},
     ],
     ids=str,
 )

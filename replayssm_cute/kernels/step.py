@@ -91,10 +91,17 @@ class StepKernel:
         cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
         stream,
-        scale: cute.Tensor | None = None,
-        seed: cute.Tensor | None = None,
-        copy: cute.Tensor | None = None,
     ):
+        self.start(
+            state, x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
+            pad_slot_id, stream, None, None, None,
+        )  # fmt: skip
+
+    def start(
+        self, state, x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots,
+        cu_seqlens, pad_slot_id, stream, scale, seed, copy,
+    ):  # fmt: skip
+        """Launch the grid; the last three are what only low-precision states have."""
         spec = self.spec
         p, config = spec.problem, spec.config
         read = state if copy is None else copy
@@ -484,6 +491,46 @@ class StepKernel:
             )
 
 
+class LowPrecisionStepKernel(StepKernel):
+    """The step kernel of problems that bring scales, a seed or a read copy: it takes these arguments as well."""
+
+    @cute.jit
+    def __call__(
+        self,
+        state: cute.Tensor,
+        x_cache: cute.Tensor,
+        b_cache: cute.Tensor,
+        dt_cache: cute.Tensor,
+        ring_start: cute.Tensor,
+        pnat: cute.Tensor,
+        x: cute.Tensor,
+        dt: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        c: cute.Tensor,
+        out: cute.Tensor,
+        d: cute.Tensor | None,
+        z: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        slots: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        pad_slot_id: Int64,
+        stream,
+        scale: cute.Tensor | None,
+        seed: cute.Tensor | None,
+        copy: cute.Tensor | None,
+    ):
+        self.start(
+            state, x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
+            pad_slot_id, stream, scale, seed, copy,
+        )  # fmt: skip
+
+
+def step_kernel(problem: Problem, config: TileConfig, arch: str | None = None) -> StepKernel:
+    """The step kernel of a problem."""
+    return (LowPrecisionStepKernel if problem.rewrites else StepKernel)(problem, config, arch)
+
+
 def compile_step(problem: Problem, config: TileConfig, arch: str):
     """Compile the step kernel for `arch` ("sm_90a", ...); needs no GPU and no tensors.
 
@@ -493,5 +540,5 @@ def compile_step(problem: Problem, config: TileConfig, arch: str):
         and launches on torch's current stream.
     """
     return cute.compile(
-        StepKernel(problem, config, arch), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
+        step_kernel(problem, config, arch), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
     )

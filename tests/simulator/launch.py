@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS) -> None:
         self.problem, self.config = problem, config
-        self.kernel = source.module("step").StepKernel(problem, config)
+        self.kernel = source.module("step").step_kernel(problem, config)
         self.tensors: dict[str, Global] = {}
         for name in (*ORDER, *EXTRA):
             if (t := getattr(call, name, None)) is not None:
