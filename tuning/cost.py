@@ -153,12 +153,12 @@ def traffic(problem: Problem, batch: int, *, flush: float, mean_live: float) -> 
         mean_live: mean live rows (pnat).
     """
     p, io = problem, dtypes.BYTES[problem.io_dtype]
-    state = p.heads * p.head_dim * p.d_state * p.state_bytes
+    state, flush_read, flush_written = p.state_traffic()
     values = p.heads * p.head_dim * io
     ring_row = values + p.groups * p.d_state * io + p.heads * 4
     new_token = values * (2 if p.has_z else 1) + 2 * p.groups * p.d_state * io + p.heads * dtypes.BYTES[p.dt_dtype]
-    read = batch * (state + mean_live * ring_row + p.tokens * new_token)
-    written = batch * (flush * state + p.tokens * (ring_row + values))
+    read = batch * (state + flush * flush_read + mean_live * ring_row + p.tokens * new_token)
+    written = batch * (flush * flush_written + p.tokens * (ring_row + values))
     return Traffic(round(read), round(written))
 
 
@@ -340,7 +340,7 @@ def estimate(
     found, least = time_us(x, k), limits(x, k)
     moved = traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live)
     rows = config.warps(problem) * config.tiles_per_warp * P_TILE
-    state_chunk = rows * problem.d_state * problem.state_bytes
+    state_chunk = rows * problem.d_state * problem.read_bytes
     return Estimate(
         time_us=found,
         bytes=moved.total,

@@ -71,10 +71,10 @@ def _recorded_version(init: Path) -> str | None:
 
 def variants(problem: Problem, batch: int, device: torch.device) -> Iterator[Variant]:
     """Every variant of every installed peer that can be asked to serve this problem; none where none is installed."""
-    if importlib.util.find_spec("flashinfer") is None:
+    if importlib.util.find_spec("flashinfer") is None or problem.copy_dtype or problem.precision != "default":
         return
     yield from _checkpointing(problem, batch, device)
-    if problem.tokens == 1:
+    if problem.tokens == 1 and not problem.rewrites:
         yield from _standard(problem)
 
 
@@ -88,7 +88,8 @@ def _checkpointing(problem: Problem, batch: int, device: torch.device) -> Iterat
         def bound(call: calls.Call) -> Callable[[], object]:
             rows = call.x.shape[0]
             extra = {k: v[:rows] for k, v in scratch.items()} if choice.get("algorithm") != "monolith" else {}
-            return functools.partial(checkpointing_ssu, **call.kwargs(), enable_pdl=problem.pdl, **extra, **choice)
+            given = {k: v for k, v in call.kwargs().items() if k not in ("state_copy", "precision")}
+            return functools.partial(checkpointing_ssu, **given, enable_pdl=problem.pdl, **extra, **choice)
 
         return bound
 
@@ -115,7 +116,7 @@ def refined(problem: Problem, batch: int, device: torch.device, choice: Mapping[
     Args:
         choice: of a two-kernel variant of `variants`.
     """
-    if installed().get("flashinfer") != REFINED_VERSION:
+    if installed().get("flashinfer") != REFINED_VERSION or problem.rewrites:
         return
     # the package's attribute of this name is the function
     module = importlib.import_module("flashinfer.mamba.checkpointing_ssu")

@@ -88,7 +88,7 @@ class Stream:
     def __init__(self, study: Study, device: torch.device) -> None:
         p, b = study.problem, study.requests
         gen = torch.Generator().manual_seed(study.seed)
-        counts = []
+        counts: list[int] = []
         while sum(counts) < study.tokens:
             counts.append(int(torch.randint(1, p.tokens + 1, (), generator=gen)))
         n = sum(counts)

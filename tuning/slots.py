@@ -93,21 +93,35 @@ def make_cell(
     live[named] = pnat
     start = torch.randint(0, rows, (slots,), generator=cpu, dtype=torch.int32)
 
+    def states(kind: str) -> torch.Tensor:
+        size = (slots, p.heads, p.head_dim, p.d_state)
+        if kind not in dtypes.EIGHT_BIT:
+            return normal(*size, dtype=dtypes.TORCH[kind])
+        codes = torch.randint(0, 0x70, size, dtype=torch.uint8, device=device, generator=gen)
+        return codes.view(dtypes.TORCH[kind])
+
     cache: dict[str, Any] = {
-        "state": normal(slots, p.heads, p.head_dim, p.d_state, dtype=dtypes.TORCH[p.state_dtype]),
+        "state": states(p.state_dtype),
         "x_cache": normal(slots, p.heads, rows, p.head_dim, dtype=io),
         "B_cache": normal(slots, p.groups, rows, p.d_state, dtype=io),
         "dt_cache": torch.exp(uniform(-6.9, -2.3, slots, p.heads, rows)),
         "ring_start": start.to(device),
         "prev_num_accepted_tokens": live.to(device),
     }
+    if p.copy_dtype is not None:
+        cache["state_copy"] = states(p.copy_dtype)
+    if p.scaled:
+        cache["state_scale"] = torch.full((slots, p.heads, p.head_dim), 1e-2, device=device)
     raw_dt = (-5.0, 0.0) if p.dt_softplus else (0.001, 0.1)
     shared: dict[str, Any] = {
         "A": calls.spread(-uniform(1.0, 16.0, p.heads).to(dtypes.TORCH[p.a_dtype]), p.head_dim, p.d_state),
         "D": weight(p.d_dtype, -1.0, 1.0),
         "dt_bias": weight(p.dt_bias_dtype, *((-2.0, 0.0) if p.dt_softplus else (0.0, 0.01))),
         "dt_softplus": p.dt_softplus,
+        "precision": p.precision,
     }
+    if p.philox_rounds is not None:
+        shared |= {"rand_seed": torch.ones(1, dtype=torch.int64, device=device), "philox_rounds": p.philox_rounds}
     shape = (sets, batch, p.tokens)
     x = normal(*shape, p.heads, p.head_dim, dtype=io)
     dt = calls.spread(uniform(*raw_dt, *shape, p.heads).to(dtypes.TORCH[p.dt_dtype]), p.head_dim)

@@ -1,0 +1,115 @@
+"""How fast low-precision states are: every kind of state beside f32 at equal W, in one process.
+
+    python -m replayssm_tuning.precision_speed --batches 256 --windows 16,32 --out reports/tune/precision
+
+Needs a GPU. A kind's configs are timed briefly, and the fastest of each then in turns with all others, from CUDA
+graphs with a cold L2 as in a sweep. The byte ratio is what the bytes alone would give over f32; `of_bytes` is how much
+of it the time gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+import torch
+
+from replayssm_cute import compiler, target
+from replayssm_cute.config import TileConfig, default_config, usual_tail
+from replayssm_cute.problem import Problem
+
+from . import acceptance
+from .policy import Policy
+from .precision import KINDS
+from .slots import Cell, make_cell, slot_sets
+from .timing import capture, interleave, launch
+
+PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
+POLICY = Policy(max_bytes=12 << 30)
+
+
+def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileConfig]:
+    """A few shapes for large and small batches; more bytes are in flight where states are small."""
+    tail = usual_tail(problem, where)
+    found = [
+        default_config(problem, where, batch),
+        TileConfig(),
+        TileConfig(tiles_per_warp=2),
+        *(TileConfig(n, s, tail_rows=tail) for n, s in ((4, 2), (4, 4), (8, 4), (8, 2))),
+        *(TileConfig(n, s, tail_rows=tail, tiles_per_warp=2) for n, s in ((4, 4), (8, 4))),
+    ]
+    return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
+
+
+def cell_of(problem: Problem, batch: int, device: torch.device) -> Cell:
+    """The tensors of one problem, uniform acceptance."""
+    mix = acceptance.stationary([1 / problem.tokens] * problem.tokens, problem.window)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    free = int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    return make_cell(problem, batch, mix, POLICY, device, slot_sets(problem, batch, mix, POLICY, l2=l2, free=free))
+
+
+def measure(kinds: Sequence[str], batch: int, window: int) -> list[dict[str, Any]]:
+    """Times of every kind at one batch and window, f32 first."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    where = target.of_device(device.index)
+    problems = {kind: dataclasses.replace(PROBLEM, window=window, **KINDS[kind]) for kind in kinds}
+    wanted = [(p, c, where) for p in problems.values() for c in candidates(p, where, batch)]
+    compiler.compile_many(wanted)
+    field, held = [], []
+    facts: list[dict[str, Any]] = []
+    for kind, problem in problems.items():
+        cell = cell_of(problem, batch, device)
+        held.append(cell)
+        timed = []
+        for config in candidates(problem, where, batch):
+            kernel = compiler.get(problem, config, where)
+            run = capture(lambda call, kernel=kernel: launch(kernel, call), cell, POLICY)  # type: ignore[misc]
+            run.sample(2)
+            timed.append((statistics.median(run.sample(3)), config, run))
+        _, config, run = min(timed, key=lambda t: t[0])
+        field.append(run)
+        facts.append({"state": kind, "batch": batch, "window": window, "config": config.label(), "bytes": cell.bytes})
+    samples = interleave(field, 5, 3)
+    times = [statistics.median(s) for s in samples]
+    for fact, us, cell in zip(facts, times, held, strict=True):
+        ratio, bytes_ratio = times[0] / us, held[0].bytes / cell.bytes
+        fact |= {"us": us, "over_f32": ratio, "byte_ratio": bytes_ratio, "of_bytes": ratio / bytes_ratio}
+    return facts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time, print and write a CSV."""
+    parser = argparse.ArgumentParser(
+        prog="python -m replayssm_tuning.precision_speed", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--batches", default="256", help="batch sizes (default 256)")
+    parser.add_argument("--windows", default="16", help="windows (default 16)")
+    parser.add_argument("--states", default=None, help="kinds of state beside f32, separated by ';' (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("reports/tune/precision"), help="folder of the results")
+    args = parser.parse_args(argv)
+    kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
+    if unknown := [name for name in kinds if name not in KINDS]:
+        parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    if not torch.cuda.is_available():
+        parser.error("no GPU: nothing can be timed here")
+    kinds = list(dict.fromkeys(("f32", *kinds)))
+    found = []
+    for batch in map(int, args.batches.split(",")):
+        for window in map(int, args.windows.split(",")):
+            found += measure(kinds, batch, window)
+            torch.cuda.empty_cache()
+    frame = pd.DataFrame(found)
+    args.out.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(args.out / "precision_speed.csv", index=False, float_format="%.4g")
+    print(frame.to_string(index=False, float_format="%.4g"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
