@@ -32,6 +32,20 @@ CASES = [
     (dataclasses.replace(SUPER, heads=96, head_dim=80), TileConfig(tiles_per_warp=5)),
     (dataclasses.replace(SUPER, heads=24, head_dim=128, d_state=256, groups=1, state_dtype="bf16"), ONE),
     (dataclasses.replace(SUPER, heads=80, d_state=64, groups=1, tokens=2, window=7), TileConfig(2, 1)),
+    (dataclasses.replace(SUPER, state_dtype="f8e4m3"), FOUR),
+    (dataclasses.replace(SUPER, state_dtype="i8", philox_rounds=10), ONE),
+    (
+        dataclasses.replace(SUPER, state_dtype="f8e4m3", philox_rounds=10, d_state=64, io_dtype="f16", dt_dtype="f16"),
+        ONE,
+    ),
+    (dataclasses.replace(SUPER, state_dtype="bf16", philox_rounds=10), FOUR),
+    (
+        dataclasses.replace(SUPER, state_dtype="f16", philox_rounds=10, heads=24, head_dim=128, d_state=256, groups=1),
+        ONE,
+    ),
+    (dataclasses.replace(SUPER, copy_dtype="bf16", window=32), FOUR),
+    (dataclasses.replace(SUPER, copy_dtype="f8e4m3", heads=96, head_dim=80, ragged=True), TileConfig(tiles_per_warp=5)),
+    (dataclasses.replace(SUPER, precision="highest", has_z=True), FOUR),
 ]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from . import ptx
-from .primitives import _asm
+from .primitives import _asm, _asm_memory
 
 
 def _words(text: str, count: int, words: list[Any], floats: list[Any], loc: Any, ip: Any) -> list[Int32]:
@@ -62,3 +62,10 @@ def max_abs(most: Any, value: Any, *, loc: Any = None, ip: Any = None) -> Float3
     """The larger of `most` and |value|; NaN if either is."""
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (most, value)]
     return Float32(_asm(T.f32(), operands, ptx.MAX_ABS, "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def prefetch_row(address: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask for `size` bytes of global memory, a multiple of 16, to be put into L2; nothing waits for it."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
+    _asm_memory(None, operands, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", loc, ip)

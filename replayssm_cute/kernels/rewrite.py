@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..rounding import GROUP, LIMIT, TINY
-from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox
+from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox, prefetch_row
 from .decay import Vectors
 from .flush_long import ROWS, LongFlush
 from .primitives import as_float, bits, high_half, load_words, low_half, pack, store_words
-from .spec import StepSpec
+from .spec import P_TILE, StepSpec
 from .state_tile import PART, StateTile, unpack
 
 
@@ -96,6 +96,16 @@ class Rewrite:
                         self._add(again, b_cache, vectors, at, address, slot, group, block, part, start, pnat, lane)
                     self._round(coded, random_words, again, inverse, key, where, block, part, t)
                 self._store(target, coded, where, block, t)
+
+    @cute.jit
+    def prefetch(self, state, slot, first, turns, p0, lane):
+        """Ask for an f32 checkpoint's rows of all of a warp's heads: sent as soon as a flush is known of."""
+        for i in cutlass.range(turns, unroll=1):
+            head = first + i * self.spec.config.parallel_heads
+            for tile in cutlass.range_constexpr(self.spec.tiles):
+                if lane < P_TILE:
+                    row = self.spec.pointer(state, slot, (head, p0 + P_TILE * tile + lane), 0, PART)
+                    prefetch_row(row.toint(), 4 * self.spec.problem.d_state)
 
     def _column(self, block, which, t):
         return block * self.block + (2 * t + which) * self.unit

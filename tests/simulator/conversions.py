@@ -9,7 +9,8 @@ import numpy as np
 from replayssm_cute.kernels import ptx as texts
 
 from . import ptx
-from .values import lanes, single
+from .memory import SPACE
+from .values import NOW, lanes, single
 
 
 def _word(value: Any) -> np.ndarray:
@@ -39,6 +40,15 @@ def encode_bytes(kind: str, values: list[Any], random: list[Any], hardware: bool
 def encode_pair(kind: str, low: Any, high: Any, random: Any, hardware: bool) -> np.ndarray:
     assert not hardware
     return ptx.run(texts.pair_stochastic(kind), 1, [*_floats((low, high)), _word(random)])[0]
+
+
+def prefetch_row(address: Any, size: int) -> None:
+    """Nothing but a check that all of it is there."""
+    first = lanes(address)
+    tensor = NOW.run.spaces[int(first[NOW.warp.active][0]) // SPACE]
+    assert size % 16 == 0
+    for offset in (0, size - 16):
+        tensor.check(first + offset, 16)
 
 
 def max_abs(most: Any, value: Any) -> np.ndarray:
