@@ -109,8 +109,9 @@ class Plan:
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
             dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
-        if state_scale is not None or rand_seed is not None or state_copy is not None:
-            arguments = (*arguments, state_scale, rand_seed, state_copy)
+        seed = rand_seed if self.problem.rewrites else None  # an f32 state ignores one
+        if state_scale is not None or seed is not None or state_copy is not None:
+            arguments += _extra(state_scale, seed, state_copy)
         device = self.device
         try:
             if device is None or state.get_device() == device == current_device():
@@ -159,8 +160,9 @@ class Plan:
             state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z,
             dt_bias, state_batch_indices, cu_seqlens, pad_slot_id,
         )  # fmt: skip
-        if state_scale is not None or rand_seed is not None or state_copy is not None:
-            arguments = (*arguments, state_scale, rand_seed, state_copy)
+        seed = rand_seed if self.problem.rewrites else None  # an f32 state ignores one
+        if state_scale is not None or seed is not None or state_copy is not None:
+            arguments += _extra(state_scale, seed, state_copy)
         self._refuse_another(arguments)
         device, kernel = self.device, self.kernel
         if device is None:
@@ -304,8 +306,15 @@ def with_options(
             check_seed(rand_seed, state.device)
             rand_seed = None  # an f32 state is not rounded: such a call is one without a seed
         if state_scale is not None or rand_seed is not None or state_copy is not None:
-            arguments = (*arguments, state_scale, rand_seed, state_copy)
+            arguments += _extra(state_scale, rand_seed, state_copy)
     return arguments, (philox_rounds, precision)
+
+
+def _extra(state_scale: Any, rand_seed: Any, state_copy: Any) -> Arguments:
+    """What only kernels of low-precision states take, as they take it."""
+    if isinstance(rand_seed, torch.Tensor) and rand_seed.dim() == 0:
+        rand_seed = rand_seed.reshape(1)
+    return state_scale, rand_seed, state_copy
 
 
 def _extra_signature(

@@ -206,6 +206,29 @@ def test_the_mean_over_seeds_is_the_exact_state() -> None:
     assert float(error.abs().mean()) < 0.06 and abs(float(error.mean())) < 0.005  # of 4,096 elements, 64 draws each
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_seed_of_either_shape_reaches_the_kernel_as_one(
+    shape: tuple[int, ...], fake_compiler: Any, cpu_as_gpu: None
+) -> None:
+    """Kernels take (1,); an f32 state's kernel takes none, in the call and in a prepared launch."""
+    plan.forget()
+    problem = dataclasses.replace(SMALL, state_dtype="bf16", philox_rounds=10)
+    for case in (problem, SMALL):
+        call = random_call(case, 2, pnat=[7, 7])
+        seed = torch.full(shape, 5)
+        arguments, options = plan.with_options(plan.kernel_args(call)[:18], None, seed, 10, None, "default")
+        assert len(arguments) == (21 if case is problem else 18)
+        assert case is SMALL or arguments[19].shape == (1,)
+        plan.run(arguments, call.dt_softplus, False, None, None, options)
+        prepared = plan.make(case, 2, -1)
+        expected = call.clone()
+        given = (*plan.kernel_args(call)[:18], None, seed, None)
+        prepared.launch(*given)
+        replayssm_cute.checkpointing_ssu(**expected.kwargs() | {"rand_seed": seed})
+        assert torch.equal(call.state.nan_to_num(), expected.state.nan_to_num())
+    assert {p.problem for p in plan._plans.values() if p} == {problem, SMALL}
+
+
 def test_an_f32_state_ignores_the_seed() -> None:
     call = random_call(SMALL, 2, pnat=[7, 7])
     seeded = call.clone()

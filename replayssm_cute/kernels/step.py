@@ -285,8 +285,9 @@ class StepKernel:
                 self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, length, lane)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
-            if cutlass.const_expr(p.copy_dtype is not None) and flush:
-                self.rewrite.prefetch(state, slot, first, turns, p0, lane)
+            if cutlass.const_expr(p.copy_dtype is not None):  # noqa: SIM102, "and" would have it traced everywhere
+                if flush:
+                    self.rewrite.prefetch(state, slot, first, turns, p0, lane)
 
             # ---- the first head's read-out: its state was asked for before everything that waits for the cursors
             c_rows = [self.readout_c.address(address, lane, n) for n in range(spec.token_tiles)]

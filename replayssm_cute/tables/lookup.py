@@ -21,7 +21,7 @@ from .schema import Cell, Table, TableError
 log = logging.getLogger("replayssm_cute")
 
 # A config's speed depends on these; a cell of a problem that differs in one of them says nothing.
-_SAME = ("state_dtype", "io_dtype", "head_dim", "d_state", "heads_per_group")
+_SAME = ("state_dtype", "copy_dtype", "io_dtype", "head_dim", "d_state", "heads_per_group")
 # A cell answers for at most so many times more or less work (batch x heads) than it was made at: what wins at one row
 # can be several times slower than the default rule at a hundred.
 REACH = 4
