@@ -178,12 +178,13 @@ class Spans:
     """Sums of squares over spans of tokens, kept on the device."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        self.sums = torch.zeros(2, -(-tokens // SPAN), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, max(1, tokens // SPAN), dtype=torch.float64, device=device)
 
     def add(self, first: int, got: torch.Tensor, truth: torch.Tensor) -> None:
-        """Count tokens from `first` on; a step's tokens all go to the span of the first one."""
-        self.sums[0, first // SPAN] += (got - truth).square().sum()
-        self.sums[1, first // SPAN] += truth.square().sum()
+        """Count tokens from `first` on; a step's go to the span of its first one, the rest to the last."""
+        at = min(first // SPAN, self.sums.shape[1] - 1)
+        self.sums[0, at] += (got - truth).square().sum()
+        self.sums[1, at] += truth.square().sum()
 
     def relative(self) -> torch.Tensor:
         """(spans,) relative errors."""
@@ -197,7 +198,7 @@ def curves(study: Study, windows: Sequence[int], kinds: Sequence[str], device: t
     frames = []
 
     def keep(kind: str, window: int, errors: torch.Tensor) -> None:
-        tokens = [min(n, SPAN * (k + 1)) for k in range(len(errors))]
+        tokens = [*(SPAN * (k + 1) for k in range(len(errors) - 1)), n]
         frames.append(pd.DataFrame({"state": kind, "window": window, "token": tokens, "error": errors.tolist()}))
 
     standard = Spans(n, device)
