@@ -75,9 +75,11 @@ def bounds(problem: Problem) -> Bounds:
     copy = STATE_BOUNDS[problem.copy_dtype] if problem.copy_dtype else 0.0
     # A flush into few bits adds the ring's terms with tf32's 11 bits.
     scale = 1e-3 if problem.state_dtype in dtypes.EIGHT_BIT else 1e-5
+    # Rows of 8-bit test states have sizes of their own: fewer outputs decide, and their rounding averages out less.
+    more = 1.25 if problem.scaled else 1.0
     if problem.io_dtype == "f16":
-        return Bounds(out=7e-4, out_worst=2e-3, state=state, copy=copy, scale=scale)
-    return Bounds(out=2e-3, out_worst=5e-3, state=state, copy=copy, scale=scale)
+        return Bounds(out=more * 7e-4, out_worst=2e-3, state=state, copy=copy, scale=scale)
+    return Bounds(out=more * 2e-3, out_worst=5e-3, state=state, copy=copy, scale=scale)
 
 
 # Relative errors of a state by its rounding alone: unit roundoffs 2^-9, 2^-12 and 2^-4; of i8 the 254 steps of a row of
@@ -198,3 +200,31 @@ def errors(before: Call, after: Call) -> Errors:
         rings_exact=_same_bits(after.x_cache, ref.x_cache) and _same_bits(after.B_cache, ref.B_cache),
         untouched_exact=untouched,
     )
+
+
+LEAST_CODES = 0.9  # of those that a right kernel shares with the reference; with other random bits two thirds are
+
+
+def same_codes(before: Call, after: Call) -> float:
+    """Of what rows that flushed left to be read, the share that has the bits of the reference in f32 (1 without any).
+
+    It tells which random bits a stochastic rounding took, where `Errors` cannot. A right kernel's sums differ from the
+    reference's in their last bits, which moves a few values over the edge between two codes.
+    """
+    expected = before.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    slots = before.state_batch_indices
+    slots = torch.arange(before.batch, device=before.x.device) if slots is None else slots
+    live = checks.live_rows(slots, before.pad_slot_id)
+    index, window = slots[live].long(), before.x_cache.shape[2] - before.tokens
+    flushed = index[ring.flushes(before.prev_num_accepted_tokens[index], before.lengths()[live], window)]
+    if not flushed.numel():
+        return 1.0
+    got, want = (codes(call)[flushed] for call in (after, expected))
+    return float((got == want).double().mean())
+
+
+def codes(call: Call) -> torch.Tensor:
+    """The bits of what steps read: of the read copy, or of the state."""
+    t = call.state if call.state_copy is None else call.state_copy
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])

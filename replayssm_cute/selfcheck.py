@@ -322,6 +322,8 @@ def _examine(
             return Verdict("crashed", f"{type(error).__name__}: {first}"), _lost(device, error)
         if violation := compare.bounds(problem).violation(compare.errors(before, after)):
             return Verdict("failed", violation), False
+        if problem.philox_rounds is not None and (share := compare.same_codes(before, after)) < compare.LEAST_CODES:
+            return Verdict("failed", f"{share:.2f} of the stochastically rounded codes are the reference's"), False
     return Verdict("passed"), False
 
 

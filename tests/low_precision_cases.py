@@ -69,12 +69,6 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
 SAME = {"bf16~": 0.93, "f16~": 0.998, "f8e4m3": 0.98, "i8": 0.98, "f32+": 0.998}
 
 
-def written(call: Call) -> torch.Tensor:
-    """The bits of what steps read."""
-    t = call.state if call.state_copy is None else call.state_copy
-    return t.contiguous().view(torch.uint8 if t.element_size() == 1 else torch.int16)
-
-
 def excess(before: Call, after: Call) -> float:
     """How far outputs are from the float64 result beyond their own rounding, relative to their row's norm, at most."""
     exact = before.clone()
@@ -88,11 +82,6 @@ def excess(before: Call, after: Call) -> float:
     return float((beyond / exact.out.norm(dim=-1, keepdim=True).clamp_min(1e-30)).max())
 
 
-def share_of_same_codes(after: Call, expected: Call, slots: list[int]) -> float:
-    """Of what is read in some slots, how much is the reference's to the bit."""
-    return float((written(after)[slots] == written(expected)[slots]).double().mean())
-
-
 def least_share(problem: Problem) -> float:
-    """What `share_of_same_codes` is at least."""
+    """What `compare.same_codes` is at least."""
     return SAME["f32+" if problem.copy_dtype else problem.state_dtype + ("~" if problem.state_bytes == 2 else "")]
