@@ -78,13 +78,15 @@ def test_key_changes_with_every_problem_field() -> None:
         "heads": 8, "head_dim": 128, "d_state": 128, "groups": 4, "tokens": 3, "window": 5, "state_dtype": "bf16",
         "io_dtype": "f16", "dt_dtype": "f32", "a_dtype": "bf16", "d_dtype": None, "dt_bias_dtype": "f32",
         "has_z": True, "dt_softplus": False, "index_dtype": "i64", "pdl": True, "compact": False,
-        "ragged": True,
+        "ragged": True, "copy_dtype": "i8", "philox_rounds": 7, "precision": "highest",
     }  # fmt: skip
     base = dataclasses.replace(SMALL, dt_dtype="f32")  # so that io_dtype may change alone
     other["dt_dtype"] = "bf16"
     assert set(other) == {f.name for f in dataclasses.fields(Problem)}, "a new field needs a value here"
+    rounds = other.pop("philox_rounds")  # an f32 state is not rounded
     problems = [base] + [dataclasses.replace(base, **{name: value}) for name, value in other.items()]
-    assert len({compiler.key(p, CONFIG, "sm_90a") for p in problems}) == len(other) + 1
+    problems.append(dataclasses.replace(base, state_dtype="bf16", philox_rounds=rounds))
+    assert len({compiler.key(p, CONFIG, "sm_90a") for p in problems}) == len(other) + 2
 
 
 def test_key_changes_with_config_arch_toolchain_sources_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,15 @@ def ways(
 ) -> dict[str, tuple[Callable[[], object], bool]]:
     """What is timed for ours, by name: the call, and whether it is one that queues launches."""
     named, arguments = call.kwargs(), plan.kernel_args(call)
-    packing = {name: named[name] for name in ("cu_seqlens", "max_seqlen")}  # the call takes them by keyword alone
-    by_position = {name: value for name, value in named.items() if name not in packing}
+    keywords = {n: named[n] for n in ("cu_seqlens", "max_seqlen", "state_copy", "precision")}  # never by position
+    by_position = {name: value for name, value in named.items() if name not in keywords}
     prepared = api.prepare(**named, enable_pdl=problem.pdl)
     return {
         "eager call, by keyword": (
             functools.partial(api.checkpointing_ssu, **named, enable_pdl=problem.pdl),
             True,
         ),
-        "eager call, by position": (functools.partial(api.checkpointing_ssu, *by_position.values(), **packing), True),
+        "eager call, by position": (functools.partial(api.checkpointing_ssu, *by_position.values(), **keywords), True),
         "prepared launch": (functools.partial(prepared.launch, *arguments), True),
         "bound launch": (prepared.bind(*arguments), True),
         "raw kernel call": (functools.partial(prepared.kernel, *arguments), True),
