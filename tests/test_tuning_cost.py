@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -242,6 +243,12 @@ def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
     for rank, part in zip(ranks, (lines[1:], [lines[0], foreign]), strict=True):
         rank.write_text("".join(json.dumps(line) + "\n" for line in part))
     assert {t.config: t.load.busy for t in fit.read(ranks, H200)[0]} == {t.config: t.load.busy for t in found}
+    packed = tmp_path / "journal.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert [(t.config, t.time_us) for t in fit.read([packed], H200)[0]] == [(t.config, t.time_us) for t in found]
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(OSError, match="journal.jsonl.gz is damaged"):
+        fit.read([packed], H200)
     with pytest.raises(ValueError, match="timings of NVIDIA H200, expected NVIDIA B200"):
         fit.read([path], dataclasses.replace(H200, name="NVIDIA B200"))
     path.write_text("")

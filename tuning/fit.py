@@ -8,8 +8,10 @@ is one problem and batch of one journal, count alike.
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -118,8 +120,18 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
     return found, kernels
 
 
+def _text(path: Path) -> str:
+    """A journal's text, unpacked where its name ends in .gz."""
+    if path.suffix != ".gz":
+        return path.read_text(encoding="utf-8")
+    try:
+        return gzip.decompress(path.read_bytes()).decode()
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"{path} is damaged: {error}") from error
+
+
 def _records(path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _text(path).splitlines():
         try:
             record = json.loads(line)
             key, result = record["key"], record["result"]
