@@ -123,7 +123,7 @@ class CacheSpec:
         return self.fixed_bytes() + slots * self.bytes_per_slot()
 
     def pool_bytes(self, slots: int, slot_stride: int | None = None) -> int:
-        """Bytes that `slots` slots take where `ReplayCache.from_pool` makes the cache: pages, and what lies beside them.
+        """Bytes that `slots` slots take where `ReplayCache.from_pool` makes the cache: pages, and what is beside them.
 
         Args:
             slots: how many.
