@@ -23,11 +23,10 @@ from bad_inputs import Bad, bad_inputs, bad_packing, good_call, good_ragged_call
 from gpu_matrix import AXES, OTHER_GEOMETRIES, Case, tile_config
 
 import replayssm_cute
-from replayssm_cute import compare, compiler, fingerprint, packing, ring, target
+from replayssm_cute import compare, compiler, fingerprint, packing, target
 from replayssm_cute.calls import WRITTEN, Call, random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
-from replayssm_cute.reference import checkpointing_ssu_reference
 
 CUDA = torch.device("cuda")
 CACHES = ("state", "x_cache", "B_cache", "dt_cache")
@@ -572,37 +571,6 @@ def test_strong_early_decay_does_not_blur_the_rest(tile: str, gpu: target.Target
             before.dt_cache[slot, :, (start + j) % rows] = 20.0
     after = step(before.clone(), tile_config(tile, SMALL, gpu))
     check(SMALL, before, after, f"strong early decay {tile}")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("problem", [SMALL, ONE_TOKEN], ids=["T4 f32", "T1 bf16"])
-def test_rollback_over_forty_steps(problem: Problem) -> None:
-    """Random acceptance with commits between, beside the same steps in float64 that round nothing but the state."""
-    batch, T, W = 8, problem.tokens, problem.window
-    kernel = random_call(problem, batch, pnat=0, seed=9, device=CUDA)
-    exact = kernel.clone()
-    gen = torch.Generator().manual_seed(10)
-    flushed = 0
-    for step_number in range(40):
-        fresh = random_call(problem, batch, seed=100 + step_number, device=CUDA)
-        for call in (kernel, exact):
-            for name in ("x", "dt", "B", "C", "z"):
-                setattr(call, name, getattr(fresh, name))
-        exact.state = exact.state.double()
-        exact.out = exact.out.double()
-        checkpointing_ssu_reference(**exact.kwargs(), compute_dtype=torch.float64)
-        step(kernel, TileConfig())
-        difference = (kernel.out.double() - exact.out).norm() / exact.out.norm()
-        assert float(difference) < (2e-3 if problem.state_dtype == "f32" else 6e-3), f"step {step_number}"
-        accepted = torch.randint(0, T + 1, (batch,), generator=gen).to(CUDA)
-        for call in (kernel, exact):
-            indices = call.state_batch_indices
-            assert indices is not None
-            if call is kernel:
-                flushed += int((call.prev_num_accepted_tokens[indices] + T > W).sum())
-            ring.commit(call.ring_start, call.prev_num_accepted_tokens, indices, accepted, tokens=T, window=W)
-        assert torch.equal(kernel.prev_num_accepted_tokens, exact.prev_num_accepted_tokens)
-    assert flushed >= batch
 
 
 # ---------------------------------------------------------------------------------------------------
