@@ -1,12 +1,13 @@
 """The rest of the step's contract on a GPU: large batches and pools, odd head counts, long rollbacks, graphs.
 
-`test_step_gpu.py` has the matrix of problems and tiles, `test_property.py` random ones. All kernels here are compiled in
-parallel first; configs are those that a call gets.
+`test_step_gpu.py` has the matrix of problems and tiles, `test_property.py` random ones. All kernels here are compiled
+in parallel first; configs are those that a call gets.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -383,7 +384,7 @@ def test_a_page_pool_beyond_2_to_the_31_elements_of_every_cache(problem: Problem
     hold(problem, small, after, "pages beyond 2^31")
     assert bool((pool[neighbours] == 0x5A).all()), "another slot's page"
     ends = [*places.values(), (offset, 0)]
-    for (start, size), (following, _) in zip(ends, ends[1:], strict=False):
+    for (start, size), (following, _) in itertools.pairwise(ends):
         assert bool((pool[where][:, start + size : following] == 0x5A).all()), "bytes between the caches"
 
 
