@@ -77,6 +77,7 @@ def test_a_padding_row_without_indices_is_not_checked() -> None:
         replayssm_cute.checkpointing_ssu(**call.kwargs())
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
 def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str) -> None:
     call = random_call(SMALL, 2)

@@ -305,6 +305,7 @@ def test_a_capture_before_the_first_use_is_refused_by_name(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(8)
 def test_slots_beyond_2_to_the_31_elements() -> None:
     """64-bit addresses: the far end of a cache of more than 2^31 state elements."""
     spec = CacheSpec(layers=1, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, state_dtype="bf16")
@@ -324,6 +325,7 @@ def test_slots_beyond_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(25)
 def test_a_cache_on_another_device_than_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

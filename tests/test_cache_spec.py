@@ -71,6 +71,7 @@ def element_bytes(cache: ReplayCache) -> int:
     )
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("state,io", [("f32", "bf16"), ("bf16", "bf16"), ("f16", "f16")])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_planner_is_the_allocation(model: str, state: str, io: str) -> None:
@@ -114,6 +115,7 @@ def test_the_planner_of_pages_is_the_pool(spec: CacheSpec, gap: int) -> None:
     assert slots_that_fit(2 * free, spec, spec, slot_stride=stride) == slots
 
 
+@pytest.mark.fault(26)
 def test_bytes_are_a_function_of_window_and_tokens() -> None:
     """The published number: checkpoint and ring of `ring.bytes_per_slot` in each layer, cursors once."""
     spec = spec_of("Nemotron-3 Super 120B")

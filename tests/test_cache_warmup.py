@@ -45,6 +45,7 @@ def digest_of(cache: ReplayCache) -> str:
     return digest(cache.layers, cache._shared)
 
 
+@pytest.mark.fault(18)
 def test_every_layer_decodes_until_it_flushes_and_every_byte_is_restored(
     warm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_problems_without_indices_and_caches_without_decays_or_with_one_slot(war
     assert "materialize" not in coverage.cache.operations and "copy" in coverage.cache.operations
 
 
+@pytest.mark.fault(22)
 def test_what_does_not_fit_is_refused_before_anything_runs(warm: None) -> None:
     cache = full()
     before = snapshot(cache)

@@ -135,6 +135,7 @@ def test_invalid_configs_say_why(config: TileConfig, reason: str) -> None:
     assert not config.is_valid(PROBLEM, H200)
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("arch", target.ARCHES)
 def test_no_valid_config_exceeds_the_target(arch: str) -> None:
     """Shared memory of whatever the predicate offers fits a block, and one block fits a multiprocessor."""

@@ -24,6 +24,7 @@ def end(curves: pd.DataFrame, update: str) -> float:
     return float(errors[-(len(errors) // 4) :].mean())
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_errors_stay_bounded(state: str) -> None:
     curves = generations.errors(Study(tokens=256, problem=SMALL, requests=2), state)
@@ -58,6 +59,7 @@ def test_the_command_writes_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_4096_tokens_on_the_device(state: str) -> None:
     curves = generations.errors(Study(), state, "cuda")

@@ -132,6 +132,7 @@ def hostile_bytes(name: str) -> bytes:
     return json.dumps(data).encode()
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("name", [*HOSTILE, *RAW])
 def test_hostile_file_is_a_miss_with_one_line(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "bad.json"
@@ -198,6 +199,7 @@ def test_missing_directory_and_oversized_files(tmp_path: Path, monkeypatch: pyte
         tables.read(tmp_path / "t.json")
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -238,6 +240,7 @@ def test_update_replaces_what_cannot_be_merged_and_says_so(tmp_path: Path, caplo
     assert tables.read(path).entries[WIDE][1] == cell(2, TWO)
 
 
+@pytest.mark.fault(30)
 def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     code = f"""
         import sys
@@ -468,6 +471,7 @@ def test_environment_names_user_tables_and_use_overrides_it(
         tables.use(None)
 
 
+@pytest.mark.fault(34)
 def test_each_inexact_answer_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(tables.lookup, "_loaded", {H200: lookup()})
     monkeypatch.setattr(tables.lookup, "_said", set())
