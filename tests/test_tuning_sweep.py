@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replayssm_tuning import cli, cost, on_device, plan, sweep
+from replayssm_tuning import candidates, cli, cost, on_device, plan, sweep
 from replayssm_tuning.acceptance import stationary
 from replayssm_tuning.plots import frame, provenance
 from replayssm_tuning.policy import Policy
@@ -80,6 +80,7 @@ def test_an_estimate_makes_tables_for_the_run_time(small: plan.TuningPlan, fake:
         assert flush == pytest.approx(small.workloads[0].mix.flush, abs=1e-5)
 
 
+@pytest.mark.fault(35)
 def test_the_budget_ends_an_estimate_early(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     fake.seconds = 0.05
     start = time.monotonic()
@@ -230,7 +231,8 @@ def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Comp
             assert TileConfig.from_json(kwargs["config"]) != WRONG
 
 
-@pytest.mark.parametrize(("gain", "winner"), [(0.015, TileConfig()), (0.03, BEST), (-0.2, TileConfig())])
+@pytest.mark.fault(32)
+@pytest.mark.parametrize(("gain", "winner"), [(0.004, TileConfig()), (0.01, BEST), (-0.2, TileConfig())])
 def test_the_default_stays_unless_beaten_by_the_margin(
     small: plan.TuningPlan, fake: Compiler, tmp_path: Path, gain: float, winner: TileConfig
 ) -> None:
@@ -244,6 +246,7 @@ def test_the_default_stays_unless_beaten_by_the_margin(
             assert cell.margin >= 0
 
 
+@pytest.mark.fault(35)
 def test_a_measured_sweep_resumes_without_the_device(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     first = measured(small, tmp_path, Device())
     again = Device()
@@ -257,6 +260,7 @@ def fields(device: Device, kind: str) -> list[list[TileConfig]]:
     return [[TileConfig.from_json(c) for c in kwargs["configs"]] for name, kwargs in device.jobs if name == kind]
 
 
+@pytest.mark.fault(31, 32)
 def test_the_race_is_among_the_close_ones_of_the_heat_and_the_default(
     small: plan.TuningPlan, fake: Compiler, tmp_path: Path
 ) -> None:
@@ -305,6 +309,7 @@ def test_the_fastest_wins_although_first_timings_are_noisy(
         assert true[winner.config] == min(true.values()) < true[screened.config]
 
 
+@pytest.mark.fault(36)
 def test_a_heat_that_crashes_leaves_the_race(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     class Hot(Device):
         def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
@@ -336,11 +341,13 @@ def test_what_the_model_thinks_slow_is_left_out_unless_the_whole_grid_is_asked_f
         tried = {c.config for c in cell.candidates}
         fastest = min(modelled[c] for c in tried)
         assert fastest == min(modelled.values())
-        assert all(modelled[c] <= 1.5 * fastest for c in tried - {cell.default})
-        assert all(modelled[c] > 1.2 * fastest for c in modelled.keys() - tried)  # 1.5 by the guess before compilation
+        assert all(modelled[c] <= POLICY.prune * fastest for c in tried - {cell.default})
+        workload = next(w for w in small.workloads if w.problem == cell.problem)
+        compiled = candidates.ranked(workload, target, small.batches, within=POLICY.prune)
+        assert all(c not in compiled or modelled[c] > POLICY.prune * fastest for c in modelled.keys() - tried)
         left_out += len(full.candidates) - len(tried)
         assert cell.space == full.space == len(full.candidates)
-    assert 0 < left_out < sum(len(cell.candidates) for cell in everything.cells) / 2
+    assert 0 < left_out < 0.7 * sum(len(cell.candidates) for cell in everything.cells)
     assert any(
         note.startswith(f"{left_out} times (a config in a cell) were left out as slow") for note in results.notes
     )

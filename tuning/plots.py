@@ -78,7 +78,7 @@ def frame(results: Results) -> pd.DataFrame:
 def _kept_within(cell: CellResult, winner: Candidate, margin: float) -> str:
     """Says so where the default won although another config is a little faster; empty elsewhere."""
     faster = (cell.timed[0].time_us or 0.0) < (winner.time_us or 0.0) and winner.config == cell.default
-    return f"lead under {margin:.0%}" if faster else ""
+    return f"lead under {100 * margin:g}%" if faster else ""
 
 
 def peers_of(table: pd.DataFrame) -> list[str]:

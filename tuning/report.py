@@ -233,7 +233,7 @@ def _verdict(results: Results, table: pd.DataFrame) -> str:
     gain = table["speedup_over_default"].dropna()
     text = f"{_tried(results)}; {changed} of {len(table)} cells choose another config than the default"
     if kept := int((table["default_kept"] != "").sum()):
-        text += f"; in {kept} the default is kept though another is faster: its lead is under {results.margin:.0%}"
+        text += f"; in {kept} the default is kept though another is faster: its lead is under {100 * results.margin:g}%"
     if not gain.empty:
         text += f"; over all cells {_mean(gain):.3f}x the default's speed (geometric mean), {gain.max():.2f}x at most"
     for peer in peers_of(table):
@@ -326,7 +326,7 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
             "times from the cost model (bytes, occupancy, bytes in flight, waves and tail, a fixed latency)."
         )
     lines.append(f"Read limit {results.read_gbs:,.0f} GB/s: {results.read_gbs_method}.")
-    lines.append(f"The default config stays unless it is beaten by {results.margin:.0%}.")
+    lines.append(f"The default config stays unless it is beaten by {100 * results.margin:g}%.")
     for label, a in m.acceptance.items():
         shares = ", ".join(f"{100 * s:.1f}" for s in a["lengths"])
         lines.append(
