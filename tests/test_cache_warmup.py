@@ -89,6 +89,22 @@ def test_ragged_problems_decode_on_a_cache_too(warm: None, index: str | None) ->
     assert_unchanged(cache, before)
 
 
+def test_an_engines_pages_are_as_before_gaps_and_all(warm: None) -> None:
+    """A long window in a pool whose layers lie interleaved, dense and ragged problems: not a byte has changed."""
+    spec = dataclasses.replace(SPEC, tokens=6, window=33)
+    width = spec.page_bytes + 48
+    pool = torch.randint(
+        0, 256, (7, spec.layers * width), dtype=torch.uint8, generator=torch.Generator().manual_seed(8)
+    )
+    before = pool.clone()
+    pages = [pool[:, i * width : (i + 1) * width - 16] for i in range(spec.layers)]
+    cache = ReplayCache.from_pool(spec, pages, A=[-torch.ones(spec.heads)] * spec.layers, pad_slot_id=0)
+    problem = dataclasses.replace(SMALL, tokens=6, window=33)
+    coverage = warmup([problem, dataclasses.replace(problem, ragged=True)], [3, 9], cache=cache, device=-1)
+    assert coverage.cache is not None and coverage.cache.operations["materialize"] == 1
+    assert torch.equal(pool, before)
+
+
 def test_a_failing_step_leaves_every_byte_as_it_was(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = full()
     warmup([SMALL], [4], cache=cache, device=-1)

@@ -206,7 +206,7 @@ def test_gpu_decoding_under_graphs(capsys: pytest.CaptureFixture[str], tmp_path:
     shape = Shape(layers=3, width=256, heads=8)
     weights = model(torch.bfloat16, shape).cuda()
     given = prompts(corpus(), 8, 20)
-    plain = generate(StandardDecoder(weights, 8), given, [24] * 8)
+    plain = generate(StandardDecoder(weights, 8, "torch"), given, [24] * 8)
     decoder = ReplayDecoder(weights, 8, tokens=4)
     right = generate(decoder, given, [24] * 8, RightWith(plain.tokens, 1.0, shape.vocabulary))
     wrong = generate(decoder, given, [24] * 8, RightWith(plain.tokens, 0.0, shape.vocabulary))
@@ -218,7 +218,7 @@ def test_gpu_decoding_under_graphs(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.gpu
 def test_gpu_command_reports_times_of_graphs(tmp_path: Path) -> None:
     arguments = ["--train", "0", "--length", "32", "--requests", "4", "--p", "1.0", "--layers", "2", "--d-state", "128"]
-    assert main([*arguments, "--json", str(tmp_path / "lm.json")]) == 0
+    assert main([*arguments, "--update", "torch", "--json", str(tmp_path / "lm.json")]) == 0
     found = json.loads((tmp_path / "lm.json").read_text())
     assert found["driver"] and found["device"] == torch.cuda.get_device_name()
     assert all(r["graph_us"] > 0 and r["graph_tokens_per_s"] > 0 for r in found["rows"])
