@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replayssm_tuning import candidates, cli, cost, on_device, plan, sweep
+from replayssm_tuning import candidates, cli, cost, on_device, plan, report, sweep
 from replayssm_tuning.acceptance import stationary
 from replayssm_tuning.plots import frame, provenance
 from replayssm_tuning.policy import Policy
@@ -192,6 +192,36 @@ def measured(
     context = sweep.Context(small, out, journal, sweep.Budget(seconds), console, workers=1, **more)
     with journal:
         return on_device.Session(context, device, policy, 0).run(peers=True)  # type: ignore[arg-type]
+
+
+def test_ragged_rows_are_timed_with_their_tokens(fake: Compiler, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        PLAN.replace("[[workload]]", "[rows.short]\nhistogram = [60, 40, 0, 0]\n[[workload]]", 1).replace(
+            'label = "verify"', 'label = "verify"\nragged = true\nrows = "short"'
+        )
+    )
+    loaded, device = plan.load(str(path)), Device()
+    results = measured(loaded, tmp_path, device)
+    assert [w.problem.ragged for w in loaded.workloads] == [True, False]
+    named = 0
+    for name, kwargs in device.jobs:
+        if "lengths" in kwargs:
+            assert kwargs.get("tokens") == ([0.6, 0.4, 0.0, 0.0] if kwargs["problem"]["ragged"] else None), name
+            named += kwargs["problem"]["ragged"]
+    assert named > 20
+    load = results.manifest.acceptance["verify"]
+    assert (load["rows"], load["tokens"]) == ("short", [0.6, 0.4, 0.0, 0.0])
+    assert "tokens" not in results.manifest.acceptance["one token"]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    sweep.write(results, folder, Console(quiet=True))
+    (page, _), errors = report.draw(sorted(folder.glob("*.results.json")))
+    assert not errors
+    assert "Ragged rows 'short': 1..4 new tokens at 60.0, 40.0, 0.0, 0.0%." in page.read_text()
+    again = Device()
+    assert measured(loaded, tmp_path, again).cells == results.cells
+    assert [name for name, _ in again.jobs] == ["describe"]
 
 
 def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:

@@ -148,21 +148,30 @@ class Traffic:
         return self.read + self.written
 
 
-def traffic(problem: Problem, batch: int, *, flush: float, mean_live: float) -> Traffic:
+def traffic(
+    problem: Problem, batch: int, *, flush: float, mean_live: float, mean_tokens: float | None = None
+) -> Traffic:
     """Bytes of one call: state, live ring rows and new tokens read; flushed states, appended rows and output written.
 
     Args:
         flush: share of rows that flush.
         mean_live: mean live rows (pnat).
+        mean_tokens: mean new tokens of a row; None for T.
     """
+    tokens = problem.tokens if mean_tokens is None else mean_tokens
     p, io = problem, dtypes.BYTES[problem.io_dtype]
     state = p.heads * p.head_dim * p.d_state * p.state_bytes
     values = p.heads * p.head_dim * io
     ring_row = values + p.groups * p.d_state * io + p.heads * 4
     new_token = values * (2 if p.has_z else 1) + 2 * p.groups * p.d_state * io + p.heads * dtypes.BYTES[p.dt_dtype]
-    read = batch * (state + mean_live * ring_row + p.tokens * new_token)
-    written = batch * (flush * state + p.tokens * (ring_row + values))
+    read = batch * (state + mean_live * ring_row + tokens * new_token)
+    written = batch * (flush * state + tokens * (ring_row + values))
     return Traffic(round(read), round(written))
+
+
+def of_mix(problem: Problem, batch: int, mix: Mix) -> Traffic:
+    """The fewest bytes of one call whose rows are those of a mix."""
+    return traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live, mean_tokens=mix.mean_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +274,7 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     if resident < 1:
         raise ValueError(f"{config.label()}: no CTA fits a multiprocessor of {target.name}: {limit}")
     live = problem.ring_rows if config.ring == "whole" else mix.mean_live
-    moved = traffic(problem, batch, flush=mix.flush, mean_live=live)
+    moved = traffic(problem, batch, flush=mix.flush, mean_live=live, mean_tokens=mix.mean_tokens)
     warps, heads = config.warps(problem), config.turns
     pieces = batch * problem.heads // config.parallel_heads * config.head_split
     ctas = config.ctas(problem, batch)
@@ -365,7 +374,7 @@ def estimate(
     x, k = load(problem, config, target, batch, mix, resources), fitted()
     resident, limit = occupancy(problem, config, target, resources)
     found, least = time_us(x, k), limits(x, k)
-    moved = traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live)
+    moved = of_mix(problem, batch, mix)
     rows = config.warps(problem) * config.tiles_per_warp * P_TILE
     state_chunk = rows * problem.d_state * problem.state_bytes
     return Estimate(

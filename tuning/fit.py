@@ -100,13 +100,14 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
                 configs = [key["config"]] if kind == "time" else key["configs"]
                 values = [result["value"]] if kind == "time" else result["value"]
                 for config, value in zip(configs, values, strict=True):
-                    name = key_of({"kernel": _kernel(key, config), "batch": key["batch"], "lengths": key["lengths"]})
+                    where = [key["batch"], key["lengths"], key.get("tokens")]
+                    name = key_of({"kernel": _kernel(key, config), "cell": where})
                     times[name] = (key, config, value["time_us"])
         for key, config_json, time_us in times.values():
             if key["gpu"] != target.name:
                 raise ValueError(f"{path}: got timings of {key['gpu']}, expected {target.name}")
             problem, config = Problem.from_json(key["problem"]), TileConfig.from_json(config_json)
-            mix = stationary(key["lengths"], problem.window)
+            mix = stationary(key["lengths"], problem.window, key.get("tokens"))
             known = compiled.get(_kernel(key, config_json))
             resources: cost.HasResources = cost.guess(problem, config)
             if known is not None:

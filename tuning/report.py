@@ -331,11 +331,19 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
         shares = ", ".join(f"{100 * s:.1f}" for s in a["lengths"])
         lines.append(
             f"{label} ({a['problem']}): acceptance '{a['name']}', lengths 1..{len(a['lengths'])} at {shares}%, mean "
-            f"{a['mean']:.2f}; {a['flush']:.1%} of rows flush. {a['source']}"
+            f"{a['mean']:.2f}; {a['flush']:.1%} of rows flush. {a['source']}{_ragged(a)}"
         )
     versions = ", ".join(f"{k} {v}" for k, v in m.versions.items())
     lines.append(f"Versions: {versions}{f'; driver {m.driver}' if m.driver else ''}.")
     return lines
+
+
+def _ragged(a: Mapping[str, Any]) -> str:
+    """What is said of a workload's ragged rows."""
+    if "tokens" not in a:
+        return ""
+    shares = ", ".join(f"{100 * s:.1f}" for s in a["tokens"])
+    return f" Ragged rows '{a['rows']}': 1..{len(a['tokens'])} new tokens at {shares}%. {a['rows_source']}"
 
 
 def _rounds(policy: Mapping[str, Any]) -> str:
