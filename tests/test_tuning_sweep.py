@@ -455,7 +455,7 @@ def test_a_report_has_every_number_beside_its_plot(small: plan.TuningPlan, fake:
     text = (tmp_path / "report.md").read_text()
     assert "**measured**" in text
     assert "**estimated**" in text
-    assert "A PEER IS FASTER in 2 cell(s)" in text
+    assert text.split("\n\n")[1].startswith("**A PEER IS FASTER in 2 cell(s) on NVIDIA H200:** ")  # above all else
     assert "flashinfer at verify, batch 64 (30.0 µs against 32.4)" in text
     assert fingerprint.kernels()[:12] in text
     assert "NVIDIA H200" in text

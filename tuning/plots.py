@@ -371,7 +371,9 @@ def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
     for _, part in parts:
         grid = part.pivot(index="config", columns="batch", values="slowdown")
         order = grid.fillna(9.0).mean(axis=1).sort_values().index
-        grids.append(grid.loc[order][:_MAP_ROWS])
+        fastest = set(grid.idxmin())  # of each batch, whatever it is elsewhere
+        shown = {*fastest, *[c for c in order if c not in fastest][: max(0, _MAP_ROWS - len(fastest))]}
+        grids.append(grid.loc[[c for c in order if c in shown]])
     figure, axes = _panels(
         results,
         [f"{label} · best {len(grid)}" for (label, _), grid in zip(parts, grids, strict=True)],

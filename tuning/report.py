@@ -118,7 +118,19 @@ def _head(loaded: list[tuple[Path, Results]]) -> list[Block]:
         }
         for _, r in loaded
     ]
-    return [*blocks, Block("table", table=pd.DataFrame(rows)), Block("p", "Labels:"), Block("list", items=LEGEND)]
+    legend = [Block("p", "Labels:"), Block("list", items=LEGEND)]
+    return [blocks[0], *_lost(loaded), *blocks[1:], Block("table", table=pd.DataFrame(rows)), *legend]
+
+
+def _lost(loaded: list[tuple[Path, Results]]) -> list[Block]:
+    """Where a peer is faster: what a page begins with."""
+    found = []
+    for _, results in loaded:
+        table = frame(results)
+        if losses := [] if table.empty else _losses(table):
+            where = f"A PEER IS FASTER in {len(losses)} cell(s) on {results.manifest.gpu_name}"
+            found.append(Block("p", f"**{where}:** {'; '.join(losses)}."))
+    return found
 
 
 def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
@@ -131,8 +143,6 @@ def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
     if table.empty:
         return [*blocks, Block("p", "No candidate survived in any cell."), Block("list", items=results.notes)]
     blocks.append(Block("p", _verdict(results, table)))
-    if losses := _losses(table):
-        blocks.append(Block("p", f"**A PEER IS FASTER in {len(losses)} cell(s):** " + "; ".join(losses) + "."))
     blocks.append(Block("table", table=_headline(table)))
     for image_kind, drawn in draw_all(results, folder / "plots", stem).items():
         blocks.append(Block("image", _CAPTIONS[image_kind], image=drawn))
