@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import replayssm_cute
-from replayssm_cute import DecodeGraphs, GraphInput, compare, compiler, packing, target
+from replayssm_cute import DecodeGraphs, GraphInput, compare, compiler, packing, plan, target
 from replayssm_cute.cache import CacheSpec, ReplayCache
 from replayssm_cute.calls import Call, random_call, spread
 from replayssm_cute.config import default_config
@@ -414,3 +414,42 @@ def test_tokens_beyond_2_to_the_31_elements(problem: Problem) -> None:
     after.dt = spread(dt, 64)
     step(after)
     hold(problem, before, after, "tokens far apart")
+
+
+@pytest.mark.gpu
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("problem", [SMALL, RAGGED], ids=["dense", "ragged"])
+def test_every_way_to_run_a_step_on_another_device_than_the_current_one(problem: Problem) -> None:
+    """A call, a prepared and a bound launch, a captured and a compiled one: operands decide the device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    there = torch.device("cuda", 1)
+    options: dict[str, Any] = {"lengths": [4, 0, 3, 2, 1], "tail": 2} if problem.ragged else {}
+    before = random_call(problem, 5, pnat=[16, 0, 3, 13, 12], padding=(2,), seed=15, device=there, **options)
+
+    def captured(call: Call) -> None:
+        with torch.cuda.device(there):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayssm_cute.checkpointing_ssu(**call.kwargs())
+        graph.replay()
+
+    def compiled(call: Call) -> None:
+        torch._dynamo.reset()
+        torch.compile(lambda c: replayssm_cute.checkpointing_ssu(**c.kwargs()), backend="aot_eager")(call)
+
+    ways: dict[str, Callable[[Call], object]] = {
+        "call": lambda c: replayssm_cute.checkpointing_ssu(**c.kwargs()),
+        "prepared": lambda c: replayssm_cute.prepare(**c.kwargs()).launch(*plan.kernel_args(c)),
+        "bound": lambda c: replayssm_cute.prepare(**c.kwargs()).bind(*plan.kernel_args(c))(),
+        "captured": captured,
+        "compiled": compiled,
+    }
+    with torch.cuda.device(0):
+        for name, run in ways.items():
+            after = before.clone()
+            torch.cuda.synchronize(there)  # the clone, on the other device's stream
+            run(after)
+            assert torch.cuda.current_device() == 0
+            torch.cuda.synchronize(there)
+            hold(problem, before, after, name)
