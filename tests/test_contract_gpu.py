@@ -124,6 +124,17 @@ def test_dead_rows_and_the_null_slot_change_no_bit_of_a_large_batch(problem: Pro
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("problem", LARGE_BATCH, ids=["f32", "f16", "ragged"])
+def test_launches_of_a_large_batch_agree_to_the_bit(problem: Problem) -> None:
+    """The same inputs give the same bits, whatever else runs on the GPU and in whatever order CTAs come."""
+    options: dict[str, Any] = {"lengths": [i % 5 for i in range(512)], "tail": 9} if problem.ragged else {}
+    before = random_call(problem, 512, padding=(7, 300), seed=16, device=CUDA, **options)
+    first, *others = [step(before.clone()) for _ in range(6)]
+    for other in others:
+        assert all(same_bits(getattr(first, name), getattr(other, name)) for name in (*CACHES, "out"))
+
+
+@pytest.mark.gpu
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("problem", ODD_HEADS, ids=Problem.label)
 def test_odd_numbers_of_heads_and_groups(problem: Problem) -> None:
