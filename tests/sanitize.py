@@ -31,6 +31,7 @@ _SUMMARY = {
 }
 _DEVICE = "cuda"
 _FOUND_CODE = 86  # of a process in which a tool found something
+_INJECTED = "libInterceptorInjectionTarget.so"
 _MISSING = (
     "compute-sanitizer: not found; it comes with the CUDA toolkit, and by `pip install nvidia-cuda-sanitizer-api`. "
     "Looked at $COMPUTE_SANITIZER, on PATH, in $CUDA_HOME, /usr/local/cuda and this environment's nvidia packages."
@@ -71,6 +72,10 @@ def run_tool(sanitizer: Path, tool: str, launch: Sequence[str], timeout_s: float
         command += ["--report-api-errors", "no"]  # torch asks drivers for what they may not have
     # Every tensor an allocation of its own: a reach beyond one's end is not into another's.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "REPLAYSSM_SELFCHECK": "0"}
+    # The wheel's own libraries do not find each other.
+    beside = [d for d in (sanitizer.parent, sanitizer.parent.parent / "lib") if (d / _INJECTED).exists()]
+    paths = [*map(str, beside), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in paths if p)
     begin = time.monotonic()
     try:
         done = subprocess.run(
