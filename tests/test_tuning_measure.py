@@ -150,25 +150,33 @@ def as_kernel(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Call
     def run(*given: Any) -> None:
         arguments = dict(zip(order, given, strict=True))
         change(arguments)
-        checkpointing_ssu_reference(**arguments, dt_softplus=True)
+        packed = {} if arguments["cu_seqlens"] is None else {"max_seqlen": SMALL.tokens}
+        checkpointing_ssu_reference(**arguments, **packed, dt_softplus=True)
 
     return run
 
 
-def test_right_numbers_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = runner(monkeypatch, as_kernel()).check(SMALL.to_json(), TileConfig().to_json())
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_right_numbers_pass_the_check(monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    found = runner(monkeypatch, as_kernel()).check(problem.to_json(), TileConfig().to_json())
     assert 0 < found["out"] < 2e-3
     assert found["state"] < 1e-6
 
 
-@pytest.mark.parametrize("spoiled", ["A", "ring_start", "D", "pad_slot_id", "B"])
+@pytest.mark.parametrize("spoiled", ["A", "ring_start", "D", "pad_slot_id", "B", "cu_seqlens"])
 def test_wrong_numbers_fail_the_check(monkeypatch: pytest.MonkeyPatch, spoiled: str) -> None:
+    problem = dataclasses.replace(SMALL, ragged=spoiled == "cu_seqlens")
+
     def change(arguments: dict[str, Any]) -> None:
         value = arguments[spoiled]
+        if spoiled == "cu_seqlens":  # rows one token shorter, as if the last one were not seen
+            arguments[spoiled] = (value - torch.arange(len(value))).clamp_min(0).cummax(0).values.to(torch.int32)
+            return
         arguments[spoiled] = -77 if isinstance(value, int) else value + 1 if spoiled == "ring_start" else value * 1.05
 
     with pytest.raises(RuntimeError, match="wrong numbers"):
-        runner(monkeypatch, as_kernel(change)).check(SMALL.to_json(), TileConfig().to_json())
+        runner(monkeypatch, as_kernel(change)).check(problem.to_json(), TileConfig().to_json())
 
 
 def test_the_check_covers_flushes_padding_and_empty_rings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +216,11 @@ def timing(monkeypatch: pytest.MonkeyPatch) -> DeviceRunner:
     return made
 
 
-def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
-    cell = {"problem": SMALL.to_json(), "batch": 4, "lengths": list(UNIFORM)}
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    cell: dict[str, Any] = {"problem": problem.to_json(), "batch": 4, "lengths": list(UNIFORM)}
+    cell |= {"tokens": [0.5, 0.5, 0.0, 0.0]} if ragged else {}
     configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
     first = timing.time(**cell, config=configs[0])
     held = timing._cell
@@ -222,6 +233,7 @@ def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
     assert [r["samples"] for r in raced] == [21, 21]
     assert [r["samples"] for r in timing.heat(**cell, configs=configs)] == [4, 4]
     assert timing._cell is held
+    assert held is not None and held[1].mean_tokens == (1.5 if ragged else 4.0)
     timing.time(**{**cell, "batch": 8}, config=configs[0])
     assert timing._cell is not held
     with pytest.raises(ValueError, match="do not fit"):
