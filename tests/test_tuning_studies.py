@@ -86,13 +86,13 @@ def command(on_cpu: BenchRunner, monkeypatch: pytest.MonkeyPatch) -> BenchRunner
     monkeypatch.setattr(studies, "WINDOW_BATCHES", (2,))
     mix = studies.of_window(SMALL, studies.UNIFORM)
     longer = dataclasses.replace(SMALL, window=16)
-    ragged = studies.Entrant("ragged", dataclasses.replace(SMALL, ragged=True), mix, 1.05)
-    dense = studies.Entrant("dense", SMALL, mix)
-    long = studies.Entrant("W 16", longer, studies.without_flushes(mix, 2, 8, 16), 1.1)
+    ragged = studies.Contender("ragged", dataclasses.replace(SMALL, ragged=True), mix, 1.05)
+    dense = studies.Contender("dense", SMALL, mix)
+    long = studies.Contender("W 16", longer, studies.without_flushes(mix, 2, 8, 16), 1.1)
     made = {
         "ragged": lambda: iter([studies.Group("ragged", "uniform", 2, (dense, ragged))]),
         "live rows": lambda: iter([studies.Group("live rows", "no flushes", 2, (dense, long))]),
-        "windows": lambda: iter([studies.Group("windows", "uniform", 2, (dense,))]),
+        "windows": lambda: iter([studies.Group("windows", "uniform", 2, (dense,), tuned=True)]),
     }
     monkeypatch.setattr(studies, "STUDIES", made)
     monkeypatch.setattr(studies, "BenchRunner", lambda device, policy: on_cpu)
@@ -132,6 +132,28 @@ def test_the_command_writes_what_it_measured(
         ]
     said = capsys.readouterr().out
     assert "1.05" in said and "wrote" in said
+
+
+def test_a_tuned_group_takes_the_fastest_config(
+    command: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of the made-up clock grow with every capture: it has to run backwards for another config to win."""
+
+    class Backwards(test_tuning_bench.Clock):
+        def sample(self, replays: int) -> list[float]:
+            return [1000.0 - self.us] * replays
+
+    monkeypatch.setattr(studies, "capture", Backwards)
+    arguments = ["--out", str(tmp_path), "--studies", "windows,ragged"]
+    assert studies.main(arguments) == 0
+    windows, dense, ragged = json.loads((tmp_path / "studies.json").read_text())["rows"]
+    assert windows["config"] != windows["of_a_call"] and windows["time_us"] < windows["of_a_call_us"]
+    assert windows["over_first"] == 1, "told over the first entrant's own best"
+    for row in (dense, ragged):
+        assert row["config"] == row["of_a_call"] and row["time_us"] == row["of_a_call_us"]
+    assert studies.main([*arguments, "--race", "0"]) == 0
+    windows = json.loads((tmp_path / "studies.json").read_text())["rows"][0]
+    assert windows["config"] == windows["of_a_call"]
 
 
 def test_a_group_that_fails_costs_itself(

@@ -9,8 +9,9 @@ live rows  windows of 16, 32 and 64 with equally many live rows and no row that 
 windows    W from 8 to 64 at equal acceptance, each in its own stationary mix: a larger window flushes less and reads
            more ring rows. The mean step time, and what a slot's ring and the slot take in memory
 
-Configs are those that a call gets (tables, else the default rule); each kernel's numbers are checked before it is
-timed.
+Configs are those that a call gets (tables, else the default rule). In the study of windows each window also has those
+that the cost model thinks fastest for it (`--race`), and its time is the fastest one's: what a tuned table would give.
+Each kernel's numbers are checked before it is timed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,9 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from replayssm_cute import atomic, compiler, tables
+from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
-from . import manifest, peers
+from . import cost, manifest, peers, space
 from .acceptance import Acceptance, Mix, read_histogram, stationary
 from .bench_device import BenchRunner
 from .plan import REALISTIC, SHIPPED, TuningPlan, Workload
@@ -42,7 +46,7 @@ from .policy import Policy
 from .progress import Budget
 from .results import plain
 from .slots import Cell, make_cell, slot_sets
-from .timing import capture, interleave, summary
+from .timing import capture, interleave, launch, summary
 from .worker import Poisoned
 
 BASE = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -51,13 +55,14 @@ STATES = ("f32", "bf16")
 BATCHES = (1, 16, 64, 256)
 WINDOW_BATCHES = (16, 256)
 WINDOWS = (8, 16, 24, 32, 48, 64)
+METHOD = "CUDA graph, cold L2, rows by quota; entrants in interleaved rounds"
 GOALS = {"ragged": 1.05, "live rows, W 32": 1.10}  # of times over the group's first
 # A small batch takes many slot sets, so that its flush share is the mix's: W 64 flushes one row in 25.
 MIN_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
+class Contender:
     """One that is timed in a group.
 
     Attributes:
@@ -79,12 +84,14 @@ class Group:
     Attributes:
         study, load: which study, and the rows in words.
         batch: rows of a call.
+        tuned: whether each entrant has more configs than the one that a call gets.
     """
 
     study: str
     load: str
     batch: int
-    entrants: tuple[Entrant, ...]
+    entrants: tuple[Contender, ...]
+    tuned: bool = False
 
 
 def published() -> Acceptance:
@@ -111,9 +118,9 @@ def ragged_groups() -> Iterator[Group]:
     for tokens, state in ((4, "f32"), (4, "bf16"), (1, "f32"), (1, "bf16")):
         dense = dataclasses.replace(BASE, tokens=tokens, state_dtype=state)
         mix = of_window(dense, UNIFORM)
-        packed = Entrant("ragged", dataclasses.replace(dense, ragged=True), mix, GOALS["ragged"])
+        packed = Contender("ragged", dataclasses.replace(dense, ragged=True), mix, GOALS["ragged"])
         for batch in BATCHES:
-            yield Group("ragged", "uniform", batch, (Entrant("dense", dense, mix), packed))
+            yield Group("ragged", "uniform", batch, (Contender("dense", dense, mix), packed))
 
 
 def live_groups() -> Iterator[Group]:
@@ -125,7 +132,7 @@ def live_groups() -> Iterator[Group]:
         for window in (first.window, 32, 64):
             same = without_flushes(mix, first.tokens, first.window, window)
             problem = dataclasses.replace(first, window=window)
-            entrants.append(Entrant(f"W {window}", problem, same, GOALS.get(f"live rows, W {window}")))
+            entrants.append(Contender(f"W {window}", problem, same, GOALS.get(f"live rows, W {window}")))
         for batch in BATCHES:
             yield Group("live rows", "uniform, no flushes", batch, tuple(entrants))
 
@@ -135,9 +142,9 @@ def window_groups() -> Iterator[Group]:
     for acceptance in (UNIFORM, published()):
         for state in STATES:
             problems = [dataclasses.replace(BASE, state_dtype=state, window=window) for window in (16, *WINDOWS)]
-            field = [Entrant(f"W {p.window}", p, of_window(p, acceptance)) for p in dict.fromkeys(problems)]
+            field = [Contender(f"W {p.window}", p, of_window(p, acceptance)) for p in dict.fromkeys(problems)]
             for batch in WINDOW_BATCHES:
-                yield Group("windows", acceptance.name, batch, tuple(field))
+                yield Group("windows", acceptance.name, batch, tuple(field), tuned=True)
 
 
 STUDIES = {"ragged": ragged_groups, "live rows": live_groups, "windows": window_groups}
@@ -154,21 +161,40 @@ class Studies:
     """Measures groups on one device.
 
     Attributes:
+        race: configs of an entrant of a tuned group, beside the one that a call gets.
         rows: one for each entrant of each group that was measured.
         notes: what a reader must know.
     """
 
-    def __init__(self, runner: BenchRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: BenchRunner, race: int = 0) -> None:
+        self.runner, self.race = runner, race
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self._checked: dict[tuple[Problem, Any], float] = {}
+        self._checked: dict[tuple[Problem, TileConfig], float] = {}
+
+    def more(self, entrant: Contender, group: Group) -> list[TileConfig]:
+        """The configs that the cost model thinks fastest, where the group is tuned."""
+        target, problem = self.runner.target, entrant.problem
+        if not group.tuned or not self.race:
+            return []
+
+        def time_of(config: TileConfig) -> float:
+            known = cost.guess(problem, config)
+            try:
+                return cost.estimate(problem, config, target, group.batch, entrant.mix, known).time_us
+            except ValueError:
+                return math.inf
+
+        return sorted(space.configs(problem, target), key=time_of)[: self.race]
 
     def compile(self, groups: Sequence[Group], workers: int) -> None:
         """Compile what the groups will run, in parallel; a failure shows when its group does."""
         target = self.runner.target
-        asked = {(e.problem, g.batch) for g in groups for e in g.entrants}
-        items = [(p, tables.choose(p, batch, target).config, target) for p, batch in asked]
+        items = []
+        for group in groups:
+            for e in group.entrants:
+                usual = tables.choose(e.problem, group.batch, target).config
+                items += [(e.problem, config, target) for config in (usual, *self.more(e, group))]
         compiler.compile_many(list(dict.fromkeys(items)), workers)
 
     def measure(self, group: Group) -> list[dict[str, Any]]:
@@ -176,16 +202,29 @@ class Studies:
         runner, policy = self.runner, self.runner.policy
         with runner._guard():
             choices = [runner.choice(e.problem, group.batch) for e in group.entrants]
-            errors = [self.error(e.problem, c.config) for e, c in zip(group.entrants, choices, strict=True)]
+            field = [
+                (i, config)
+                for i, (e, c) in enumerate(zip(group.entrants, choices, strict=True))
+                for config in dict.fromkeys((c.config, *self.more(e, group)))
+            ]
+            errors = [self.error(group.entrants[i].problem, config) for i, config in field]
             cells = [self.cell(e, group) for e in group.entrants]
-            run = [runner.ours(e.problem, group.batch).run for e in group.entrants]
-            captured = [capture(r, cell, policy) for r, cell in zip(run, cells, strict=True)]
-            for timed in captured:
-                timed.sample(policy.screen_warmups)
+            captured = []
+            for i, config in field:
+                kernel = compiler.get(group.entrants[i].problem, config, runner.target)
+                captured.append(capture(functools.partial(launch, kernel), cells[i], policy))
+                captured[-1].sample(policy.screen_warmups)
             samples = [summary(s) for s in interleave(captured, policy.race_rounds, policy.race_replays)]
-        found = []
-        for entrant, cell, choice, error, sample in zip(group.entrants, cells, choices, errors, samples, strict=True):
-            p, over = entrant.problem, sample["time_us"] / samples[0]["time_us"]
+        found: list[dict[str, Any]] = []
+        for number, (entrant, cell, choice) in enumerate(zip(group.entrants, cells, choices, strict=True)):
+            mine = [
+                (sample, config, error)
+                for (i, config), sample, error in zip(field, samples, errors, strict=True)
+                if i == number
+            ]
+            fastest, config, error = min(mine, key=lambda m: m[0]["time_us"])
+            first = found[0]["time_us"] if found else fastest["time_us"]
+            p = entrant.problem
             found.append(
                 {
                     "study": group.study,
@@ -193,10 +232,12 @@ class Studies:
                     "problem": p.label(),
                     "batch": group.batch,
                     "entrant": entrant.name,
-                    **sample,
-                    "over_first": over,
+                    **fastest,
+                    "over_first": fastest["time_us"] / first,
                     "goal": entrant.goal,
-                    "config": choice.config.label(),
+                    "config": config.label(),
+                    "of_a_call_us": mine[0][0]["time_us"],
+                    "of_a_call": choice.config.label(),
                     "source": choice.source,
                     "flush": cell.flush,
                     "mean_live": cell.mean_live,
@@ -209,14 +250,14 @@ class Studies:
         self.rows += found
         return found
 
-    def error(self, problem: Problem, config: Any) -> float:
+    def error(self, problem: Problem, config: TileConfig) -> float:
         """The error of a kernel's outputs, once it is found to be within the bounds."""
         if (problem, config) not in self._checked:
             checked = self.runner.check(problem.to_json(), config.to_json())
             self._checked[problem, config] = checked["out"]
         return self._checked[problem, config]
 
-    def cell(self, entrant: Entrant, group: Group) -> Cell:
+    def cell(self, entrant: Contender, group: Group) -> Cell:
         """An entrant's tensors; those of a group lie beside each other in the device's memory."""
         device, policy = self.runner.device, self.runner.policy
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -301,9 +342,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports/tune/studies"), help="folder of the results")
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds to measure (default 120)")
+    parser.add_argument(
+        "--race", type=int, default=3, metavar="N", help="N more configs a window in the study of windows (default 3)"
+    )
     parser.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
     args = parser.parse_args(argv)
     names = [n.strip() for n in args.studies.split(",")]
+    if args.race < 0:
+        parser.error(f"--race: got {args.race}, expected a number of configs, or 0")
     if unknown := [n for n in names if n not in STUDIES]:
         parser.error(f"--studies: got {', '.join(unknown)}, expected some of {', '.join(STUDIES)}")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -312,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console = Console(width=None if sys.stdout.isatty() else 210)
     runner = BenchRunner(args.device, Policy(min_rows=MIN_ROWS).to_json())
-    studies, budget = Studies(runner), Budget(args.budget)
+    studies, budget = Studies(runner, args.race), Budget(args.budget)
     groups = [g for n in names for g in STUDIES[n]()]
     studies.compile(groups, args.workers or len(os.sched_getaffinity(0)))
     console.print(f"compiled, {budget.spent:.1f} s", highlight=False)
