@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import replayssm_cute
-from replayssm_cute import DecodeGraphs, GraphInput, compare, compiler, packing, plan, target
+from replayssm_cute import DecodeGraphs, GraphInput, compare, compiler, packing, plan, tables, target
 from replayssm_cute.cache import CacheSpec, ReplayCache
 from replayssm_cute.calls import Call, random_call, spread
-from replayssm_cute.config import default_config
 from replayssm_cute.problem import Problem
 
 CUDA = torch.device("cuda")
@@ -52,7 +51,6 @@ PROBLEMS = [
     *(SMALL, ONE_TOKEN, RAGGED, RAGGED_BF16, FAR, RAGGED_FAR, WIDE, RAGGED_WIDE, SERVED_PROBLEM),
     *(*LARGE_BATCH, *ODD_HEADS),
 ]
-BATCHES = (1, 8, 64, 512)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +60,8 @@ def _kernels() -> Iterator[None]:
         yield
         return
     where = target.of_device(torch.cuda.current_device())
-    configs = {(p, default_config(p, where, b)) for p in PROBLEMS for b in BATCHES}
+    configs = {(p, c) for p in PROBLEMS for c in tables.candidates(p, where)}
+    configs |= {(p, tables.choose(p, 512, where).config) for p in LARGE_BATCH}
     compiler.compile_many([(p, c, where) for p, c in configs])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLAYSSM_SELFCHECK", "0")
