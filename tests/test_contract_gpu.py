@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kernels import ready
 
 import replayssm_cute
-from replayssm_cute import DecodeGraphs, GraphInput, compare, compiler, packing, plan, tables, target
+from replayssm_cute import DecodeGraphs, GraphInput, compare, packing, plan
 from replayssm_cute.cache import CacheSpec, ReplayCache
 from replayssm_cute.calls import Call, random_call, spread
 from replayssm_cute.problem import Problem
@@ -59,10 +60,7 @@ def _kernels() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    where = target.of_device(torch.cuda.current_device())
-    configs = {(p, c) for p in PROBLEMS for c in tables.candidates(p, where)}
-    configs |= {(p, tables.choose(p, 512, where).config) for p in LARGE_BATCH}
-    compiler.compile_many([(p, c, where) for p, c in configs])
+    ready(*PROBLEMS, batches=(512,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLAYSSM_SELFCHECK", "0")
         yield

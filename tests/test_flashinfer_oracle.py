@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fakes import SMALL
+from gpu_kernels import ready
 from replayssm_tuning import peers
 
 import replayssm_cute
@@ -142,6 +143,7 @@ def test_flashinfer_and_ours_agree(problem: Problem, monkeypatch: pytest.MonkeyP
 
     theirs(random_call(problem, 2, dead=0.0, device="cuda"))  # is there a library at all
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    ready(problem)
     found = decode(problem, ours, theirs, "cuda", steps=8)
     print(problem.label(), {name: round(share, 3) for name, share in found.items()})
     assert max(found.values()) <= 1, f"shares of both bounds together: {found}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import SMALL
+from gpu_kernels import ready
 
 import replayssm_cute
 from replayssm_cute import plan, torch_op
@@ -96,6 +97,7 @@ def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pyte
         pytest.skip(reason)
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
     problem = dataclasses.replace(LARGE, ragged=ragged)
+    ready(problem)
     options: dict[str, Any] = {"lengths": (4, 0, 3, 2, 1), "tail": 2} if ragged else {}
     call = random_call(problem, 5, padding=(3,), pnat=14, seed=3, device="cuda", **options)
     eager, compiled = call.clone(), call.clone()
@@ -129,6 +131,7 @@ def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pyte
 def test_a_compiled_step_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.compile makes of a layer can be captured, as engines do, and replayed on other contents."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    ready(LARGE)
     static = random_call(LARGE, 4, seed=4, device="cuda")
     scale = torch.tensor(0.5, dtype=torch.bfloat16, device="cuda")
     x = static.x
