@@ -9,6 +9,7 @@ Exits with 0 only if every tool ran every launch, found nothing, and the numbers
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import os
 import re
@@ -87,8 +88,9 @@ def run_tool(sanitizer: Path, tool: str, launch: Sequence[str], timeout_s: float
         return f"{tool}: not done after {timeout_s:.0f} s"
     failure = verdict(tool, done.returncode, done.stdout)
     lines = done.stdout.splitlines()
-    print("\n".join(lines if failure else [line for line in lines if "SUMMARY" in line]))
-    print(f"{tool}: {'FAILED' if failure else 'clean'} after {time.monotonic() - begin:.1f} s", flush=True)
+    shown = lines if failure else [line for line in lines if "SUMMARY" in line]
+    end = f"{tool}: {'FAILED' if failure else 'clean'} after {time.monotonic() - begin:.1f} s"
+    print("\n".join([*shown, end]), flush=True)  # at once: other tools print too
     return failure
 
 
@@ -207,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     tools = [t for t in args.tools.split(",") if t]
+    if not tools:
+        parser.error(f"--tools: got none, expected some of {', '.join(TOOLS)}")
     if unknown := sorted(set(tools) - set(TOOLS)):
         parser.error(f"--tools: got {', '.join(unknown)}, expected some of {', '.join(TOOLS)}")
     chosen = [name for name in step_cases() if args.only in name]
@@ -231,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch_all(chosen)
         return 0
     launch = [sys.executable, str(Path(__file__).resolve()), "--launch", "--only", args.only]
-    failures = [f for tool in tools if (f := run_tool(sanitizer, tool, launch, args.timeout))]
+    with concurrent.futures.ThreadPoolExecutor(len(tools)) as pool:  # most of a tool's time is the host's
+        ran = pool.map(lambda tool: run_tool(sanitizer, tool, launch, args.timeout), tools)
+        failures = [failure for failure in ran if failure]
     for failure in failures:
         print(f"sanitize: {failure}", file=sys.stderr)
     return 1 if failures else 0
