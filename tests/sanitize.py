@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -20,6 +20,12 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from replayssm_cute.calls import Call
+    from replayssm_cute.config import TileConfig
+    from replayssm_cute.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -103,52 +109,21 @@ def _text(output: str | bytes | None) -> str:
 # ---------------------------------------------------------------------------------------------------
 
 
-def step_cases() -> dict[str, tuple[object, object, Callable[[], object]]]:
-    """name -> (problem, config, call on the CPU): the simulator's cases, and ragged ones."""
-    from simulated_cases import BASE, BF16, CASES, F16, FOUR, example_call
+def step_cases() -> dict[str, tuple[Problem, TileConfig, Callable[[], Call]]]:
+    """name -> (problem, config, call on the CPU): the simulator's cases."""
+    from simulated_cases import CASES, RAGGED, ragged_call
 
-    from replayssm_cute.calls import random_call
-    from replayssm_cute.config import TileConfig
-
-    found: dict[str, tuple[object, object, Callable[[], object]]] = {
-        name: (p, c, lambda p=p: example_call(p)[0])  # type: ignore[misc]
-        for name, (p, c) in CASES.items()
-    }
-    ragged = {
-        "ragged": (BASE, TileConfig()),
-        "ragged, two turns, a tail": (
-            dataclasses.replace(FOUR, groups=1, state_dtype="bf16"),
-            TileConfig(heads_per_cta=2, stages=2, tail_rows=2),
-        ),
-        "ragged, two at a time": (FOUR, TileConfig(heads_per_cta=2, parallel_heads=2)),
-        "ragged, whole, two tiles": (BF16, TileConfig(ring="whole", tiles_per_warp=2)),
-        "ragged, T 1": (dataclasses.replace(F16, tokens=1), TileConfig(head_split=2)),
-        "ragged, T 32, W 64": (dataclasses.replace(BASE, tokens=32, window=64), TileConfig()),
-        "ragged, T 17, W 40, two turns": (
-            dataclasses.replace(FOUR, tokens=17, window=40, state_dtype="bf16"),
-            TileConfig(heads_per_cta=2),
-        ),
-    }
-    for name, (plain, config) in ragged.items():
-        problem = dataclasses.replace(plain, ragged=True)
-        T, W = problem.tokens, problem.window
-        lengths = [T, 0, T // 2, T, 1, T]
-
-        def call(problem: object = problem, W: int = W, lengths: list[int] = lengths) -> object:
-            pnat = [0, W, W // 2, W, 1, 3]
-            # the padding slot is far outside the caches: memcheck sees what reads it
-            return random_call(
-                problem,
-                6,
-                pnat=pnat,
-                lengths=lengths,
-                padding=(3,),
-                pad_slot_id=1 << 28,
-                tail=2,  # type: ignore[arg-type]
-            )
-
-        found[name] = (problem, config, call)
+    found: dict[str, tuple[Problem, TileConfig, Callable[[], Call]]] = {}
+    for name, (problem, config) in {**CASES, **RAGGED}.items():
+        make = functools.partial(ragged_call, problem) if problem.ragged else functools.partial(_dense, problem)
+        found[name] = (problem, config, make)
     return found
+
+
+def _dense(problem: Problem) -> Call:
+    from simulated_cases import example_call
+
+    return example_call(problem)[0]
 
 
 def compile_all(chosen: Sequence[str]) -> None:
@@ -161,7 +136,7 @@ def compile_all(chosen: Sequence[str]) -> None:
 
     where = target.of_device(torch.cuda.current_device())
     items = [(p, c, where) for name, (p, c, _) in step_cases().items() if name in chosen]
-    for done in compiler.compile_many(items):  # type: ignore[arg-type]
+    for done in compiler.compile_many(items):
         if done.error:
             raise SystemExit(f"{done.item[0].label()} {done.item[1].label()}: {done.error}")
     for recipe in recipes.all_of(SPEC):
@@ -181,12 +156,12 @@ def launch_all(chosen: Sequence[str]) -> None:
         if name not in chosen:
             continue
         before = make()
-        after = before.to(_DEVICE)  # type: ignore[attr-defined]
-        kernel = compiler.get(problem, config, where)  # type: ignore[arg-type]
+        after = before.to(_DEVICE)
+        kernel = compiler.get(problem, config, where)
         kernel(*plan.kernel_args(after))
         torch.cuda.synchronize()
-        found = compare.errors(before, after.to("cpu"))  # type: ignore[arg-type]
-        if violation := compare.bounds(problem).violation(found):  # type: ignore[arg-type]
+        found = compare.errors(before, after.to("cpu"))
+        if violation := compare.bounds(problem).violation(found):
             raise SystemExit(f"{name}: {violation}")
     for name, operation in OPERATIONS.items():
         cache, model = filled(_DEVICE), filled("cpu")
