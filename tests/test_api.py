@@ -242,6 +242,12 @@ def test_values_of_cuda_tensors_are_refused_before_the_launch(monkeypatch: pytes
         good.out.fill_(float("nan"))
         replayssm_cute.checkpointing_ssu(**good.kwargs())
         assert bool(torch.isfinite(good.out).all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # in which nothing may synchronize: the checks stand back
+            replayssm_cute.checkpointing_ssu(**good.kwargs())
+        good.out.fill_(float("nan"))
+        graph.replay()
+        assert bool(torch.isfinite(good.out).all())
 
 
 def test_every_wrong_value_is_refused_on_the_cpu_in_the_same_words() -> None:
