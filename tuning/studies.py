@@ -201,7 +201,7 @@ class Studies:
         """Time a group's entrants in turns, after their numbers were found right."""
         runner, policy = self.runner, self.runner.policy
         with runner._guard():
-            choices = [runner.choice(e.problem, group.batch) for e in group.entrants]
+            choices = [tables.choose(e.problem, group.batch, runner.target) for e in group.entrants]
             field = [
                 (i, config)
                 for i, (e, c) in enumerate(zip(group.entrants, choices, strict=True))
