@@ -208,6 +208,7 @@ class Studies:
                 for config in dict.fromkeys((c.config, *self.more(e, group)))
             ]
             errors = [self.error(group.entrants[i].problem, config) for i, config in field]
+            torch.cuda.empty_cache()  # of the group before
             cells = [self.cell(e, group) for e in group.entrants]
             captured = []
             for i, config in field:
