@@ -48,8 +48,9 @@ def check_state_and_operand(run: BlackwellRun, cta: BlackwellCta, rows: Rows) ->
     served = np.array([len(range(stage, turns, config.stages)) for stage in range(config.stages)])[:, None]
     state = shared.span("state")
     shape = (config.stages, spec.shared.stage_bytes // 4)
-    assert (shared.written[state][: np.prod(shape)].reshape(shape) == served).all()
-    assert (shared.read_words[state][: np.prod(shape)].reshape(shape) == served * (row in rows.flushes)).all()
+    flushed = served * (row in rows.flushes)
+    assert (shared.written[state][: np.prod(shape)].reshape(shape) == served + flushed).all()
+    assert (shared.read_words[state][: np.prod(shape)].reshape(shape) == 2 * flushed).all(), "to change, and to store"
     assert not shared.read_matrices[state].any()
     blocks = p.d_state * p.state_bytes // 128
     operand = shared.written[shared.span("operand")][: blocks * COLUMNS * 32].reshape(blocks, COLUMNS, 32)
@@ -139,9 +140,9 @@ SLIPS = {
     ),
     "no wait before the flush": (
         "step",
-        "                        cute.arch.mbarrier_wait(full, 0)\n",
+        "                    cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read\n",
         "",
-        "on its way|no barrier",
+        "on its way|no barrier|an MMA may read it",
     ),
     "a stage filled while MMAs read it": (
         "step",
