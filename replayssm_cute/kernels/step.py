@@ -171,6 +171,7 @@ class StepKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
+        only_turn = cutlass.const_expr(config.turns == 1)
         thread = warp * WARP + lane
         side, head_warp = warp // spec.head_warps, warp % spec.head_warps  # which of the heads that are taken at a time
         tile = split * spec.head_warps + head_warp  # which `spec.rows` rows of P
@@ -228,7 +229,8 @@ class StepKernel:
         c_words = self.readout_c.load(c, new, group)
         scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
         self.tokens.copy_new(address, x, z, new, head0, count, cta_p0, thread)
-        only_turn = cutlass.const_expr(config.turns == 1)
+        if cutlass.const_expr(only_turn):
+            new_x = self.tokens.new_x(x, new, head0, count, cta_p0, thread)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -244,6 +246,9 @@ class StepKernel:
             self.tokens.copy_ring(address, x_cache, slot, head0, count, cta_p0, start, pnat, thread)
             cute.arch.cp_async_commit_group()
             cute.arch.sync_threads()
+            # A CTA's only turn appends its x here, where the store's way to memory costs no time.
+            if cutlass.const_expr(only_turn):
+                self.tokens.append_new(x_cache, new_x, slot, head0, count, cta_p0, start, pnat, length, thread)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
 
@@ -287,8 +292,8 @@ class StepKernel:
                     )
             self.tokens.await_copies(raw, count, start, pnat, thread)
             cute.arch.sync_threads()
-            self.tokens.append_x(raw, x_cache, slot, head0, count, cta_p0, start, pnat, length, thread)
             if cutlass.const_expr(not only_turn):
+                self.tokens.append_x(raw, x_cache, slot, head0, count, cta_p0, start, pnat, length, thread)
                 for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                     self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
                 cute.arch.sync_threads()

@@ -121,6 +121,29 @@ class Tokens:
                     store_words(raw + cute.assume(at, divby=16), [Int32(0)] * 4)
 
     @cute.jit
+    def new_x(self, x, new, head0, count, p0, thread):
+        """The heads' new x straight from memory: needs no slot."""
+        pieces = list(self._pieces(self.spec.problem.tokens, count, thread))
+        words = cute.make_rmem_tensor(cute.make_layout(4 * len(pieces)), Int32)
+        for k, (index, token, column, wanted) in enumerate(pieces):
+            if wanted:
+                outer, where = self.spec.new_token(new, token)
+                found = load_words(self.spec.pointer(x, outer, (where, head0 + index), p0 + column, PIECE), 4)
+                for e in cutlass.range_constexpr(4):
+                    words[4 * k + e] = found[e]
+        return words
+
+    @cute.jit
+    def append_new(self, x_cache, words, slot, head0, count, p0, start, pnat, length, thread):
+        """Append what `new_x` read, bit for bit."""
+        for k, piece in enumerate(self._pieces(self.spec.problem.tokens, count, thread)):
+            index, token, column, wanted = piece
+            if wanted & (token < length):
+                ring = self.spec.ring_row(start, pnat + token)
+                target = self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE)
+                store_words(target, [words[4 * k + e] for e in range(4)])
+
+    @cute.jit
     def append_x(self, raw, x_cache, slot, head0, count, p0, start, pnat, length, thread):
         """Append the new tokens' x from shared memory, bit for bit."""
         for index, token, column, wanted in self._pieces(self.spec.problem.tokens, count, thread):

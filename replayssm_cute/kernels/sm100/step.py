@@ -246,6 +246,8 @@ class Sm100StepKernel(StepKernel):
             c_words = self.readout_c.load(c, new, group)
             scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
             self.tokens.copy_new(address, x, z, new, head0, count, 0, thread)
+            if cutlass.const_expr(only_turn):
+                new_x = self.tokens.new_x(x, new, head0, count, 0, thread)
             cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
             if live:
@@ -263,6 +265,8 @@ class Sm100StepKernel(StepKernel):
                 cute.arch.sync_threads()
                 fence_after_sync()
                 base = load_words(raw + tensor.base, 1)[0]
+                if cutlass.const_expr(only_turn):
+                    self.tokens.append_new(x_cache, new_x, slot, head0, count, 0, start, pnat, length, thread)
                 flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
                 if cutlass.const_expr(only_turn):
                     flush_b = self.state_tile.new_b()
@@ -306,8 +310,8 @@ class Sm100StepKernel(StepKernel):
                         )
                 self.tokens.await_copies(raw, count, start, pnat, thread)
                 cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
-                self.tokens.append_x(raw, x_cache, slot, head0, count, 0, start, pnat, length, thread)
                 if cutlass.const_expr(not only_turn):
+                    self.tokens.append_x(raw, x_cache, slot, head0, count, 0, start, pnat, length, thread)
                     for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                         self.weights.make(
                             raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t
@@ -315,6 +319,7 @@ class Sm100StepKernel(StepKernel):
                     cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
                 # A CTA's only turn flushes before it makes the outputs: the write takes longest.
                 if cutlass.const_expr(only_turn) and flush:
+                    cute.arch.mbarrier_wait(full, 0)
                     cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read
                     at = self.tokens.inputs(side, head_warp)
                     self.flush(
