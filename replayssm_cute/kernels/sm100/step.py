@@ -268,6 +268,7 @@ class Sm100StepKernel(StepKernel):
                 if cutlass.const_expr(only_turn):
                     self.tokens.append_new(x_cache, new_x, slot, head0, count, 0, start, pnat, length, thread)
                 flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
+                flush_b = None
                 if cutlass.const_expr(only_turn):
                     flush_b = self.state_tile.new_b()
                     if flush:
