@@ -17,7 +17,6 @@ MAX_THREADS = 512  # a CTA; the kernels need more than 64 registers a thread
 RINGS = ("live", "whole")
 SHORT_WINDOW = 24  # up to which a flush holds its terms of all live rows in registers
 WHOLE_LIMIT = 16  # window and tokens up to which ring = "whole" is served
-INPUT_STAGES = 2  # heads whose x and z are in flight at most: they are asked for as soon as the cursors are known
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
 
@@ -167,7 +166,7 @@ class SharedLayout:
 
     Attributes:
         stage_bytes, warp_bytes: one stage of the state, and one warp's tile in it.
-        inputs: offset of the heads' inputs, `input_stages` one after the other, `input_bytes` for each warp and stage.
+        inputs: offset of the heads' inputs, one head after the other, `input_bytes` for each of a head's warps.
         input_tile_bytes: of these, what belongs to one tile of 16 rows of P: x of the ring, x of the new tokens, z.
         c: offset of the new tokens' C, rows of `c_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
@@ -182,7 +181,6 @@ class SharedLayout:
     stage_bytes: int
     warp_bytes: int
     inputs: int
-    input_stages: int
     input_bytes: int
     input_tile_bytes: int
     c: int
@@ -214,12 +212,12 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
     positions = config.ring_positions(problem) + tokens_pad
-    # Four rows of 32 bytes fill the banks once; the two halves of a row change places every four rows.
-    input_rows = _up(config.ring_positions(problem) + (2 if problem.has_z else 1) * problem.tokens, 4)
+    # Four rows of 32 bytes fill the banks once; the two halves of a row change places every four rows. One row more,
+    # and a row's pieces in four tiles fill the banks too.
+    input_rows = _up(config.ring_positions(problem) + (2 if problem.has_z else 1) * problem.tokens, 4) + 1
     input_tile_bytes = input_rows * 2 * P_TILE
     input_bytes = config.tiles_per_warp * input_tile_bytes
     c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
-    input_stages = min(config.stages, INPUT_STAGES)
     tiles = _up(positions, 16) // 16
     tile_warps = min(warps, tiles)
     units = problem.d_state // 32
@@ -235,7 +233,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     vector_floats = _up(positions - tokens_pad + 4 * tokens_pad + 2, 4)
 
     sizes = {
-        "inputs": input_stages * warps * input_bytes,
+        "inputs": config.turns * warps * input_bytes,
         "c": problem.tokens * c_stride,
         "products": slices * product_floats * 4,
         "weights": config.heads_per_cta * weight_floats * 4 if config.turns > 1 else 0,  # else made in registers
@@ -249,7 +247,6 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     return SharedLayout(
         stage_bytes=stage_bytes,
         warp_bytes=warp_bytes,
-        input_stages=input_stages,
         input_bytes=input_bytes,
         input_tile_bytes=input_tile_bytes,
         c_stride=c_stride,

@@ -11,7 +11,6 @@ import pytest
 
 from replayssm_cute import target
 from replayssm_cute.config import (
-    INPUT_STAGES,
     MAX_THREADS,
     MIN_REGISTERS,
     P_TILE,
@@ -222,12 +221,11 @@ def test_shared_regions_do_not_overlap(state: str) -> None:
             bytes_at_a_time = P * N * problem.state_bytes * config.parallel_heads // config.head_split
             assert at.stage_bytes == bytes_at_a_time == warps * at.warp_bytes
             assert at.warp_bytes % 1024 == 0, "the swizzle repeats every 1,024 bytes"
-            assert at.input_stages == min(config.stages, INPUT_STAGES)
             assert at.input_bytes == config.tiles_per_warp * at.input_tile_bytes
             rows = config.ring_positions(problem) + problem.tokens * (2 if problem.has_z else 1)
-            assert at.input_tile_bytes >= rows * 2 * P_TILE and at.input_tile_bytes % 128 == 0
+            assert at.input_tile_bytes >= rows * 2 * P_TILE and at.input_tile_bytes % 128 == 32
             assert at.inputs >= config.stages * at.stage_bytes and at.inputs % 128 == 0
-            assert at.c >= at.inputs + at.input_stages * warps * at.input_bytes
+            assert at.c >= at.inputs + config.turns * warps * at.input_bytes
             assert at.products >= at.c + problem.tokens * at.c_stride
             assert at.c_stride >= 2 * N and at.c_stride % 128 == 16, (
                 "rows of eight tokens in eight different bank quads"

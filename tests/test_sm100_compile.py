@@ -37,7 +37,7 @@ F16 = dataclasses.replace(
 CASES = [
     (SUPER, Sm100Config.of(SUPER), 2),
     (SUPER, Sm100Config.of(SUPER, turns=2, stages=2, tail_rows=9), 1),
-    (dataclasses.replace(SUPER, tokens=16), Sm100Config.of(SUPER, turns=2, ring="whole"), 2),
+    (dataclasses.replace(SUPER, tokens=16), Sm100Config.of(SUPER, turns=2, ring="whole"), 1),
     (BF16, Sm100Config.of(BF16, turns=2, stages=2), 2),
     (LARGE, Sm100Config.of(LARGE), 1),
     (F16, Sm100Config.of(F16, turns=4, stages=2), 2),

@@ -48,8 +48,9 @@ def check_state_and_operand(run: BlackwellRun, cta: BlackwellCta, rows: Rows) ->
     served = np.array([len(range(stage, turns, config.stages)) for stage in range(config.stages)])[:, None]
     state = shared.span("state")
     shape = (config.stages, spec.shared.stage_bytes // 4)
-    assert (shared.written[state][: np.prod(shape)].reshape(shape) == served).all()
-    assert (shared.read_words[state][: np.prod(shape)].reshape(shape) == served * (row in rows.flushes)).all()
+    flushed = served * (row in rows.flushes)
+    assert (shared.written[state][: np.prod(shape)].reshape(shape) == served + flushed).all()
+    assert (shared.read_words[state][: np.prod(shape)].reshape(shape) == 2 * flushed).all(), "to change, and to store"
     assert not shared.read_matrices[state].any()
     blocks = p.d_state * p.state_bytes // 128
     operand = shared.written[shared.span("operand")][: blocks * COLUMNS * 32].reshape(blocks, COLUMNS, 32)
@@ -137,11 +138,11 @@ SLIPS = {
         "self.start",
         "on its way",
     ),
-    "no wait before the flush": (
+    "a flush before the MMAs are done": (
         "step",
-        "                        cute.arch.mbarrier_wait(full, 0)\n",
+        "                    cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read\n",
         "",
-        "on its way|no barrier",
+        "an MMA may read it",
     ),
     "a stage filled while MMAs read it": (
         "step",
@@ -155,7 +156,18 @@ SLIPS = {
         "cute.arch.mbarrier_wait(done + i, 0)",
         "while others may read it|while an MMA|on its way|error",
     ),
-    "C without a fence": ("step", "                fence_writes()\n", "", "without a fence"),
+    "C without a fence": (
+        "step",
+        "raw, c_words)\n                fence_writes()\n",
+        "raw, c_words)\n",
+        "without a fence",
+    ),
+    "flushed rows without a fence": (
+        "step",
+        "                            fence_writes()\n",
+        "",
+        "over unfenced words",
+    ),
     "tensor memory freed before it was read": (
         "step",
         "                cute.arch.mbarrier_wait(read, 0)\n",
@@ -210,7 +222,7 @@ SLIPS = {
         "(warp * self.spec.warp_rows + (1 - tile) * P_TILE) * 128",
         "error|read",
     ),
-    "x without its barrier": ("tokens", "wanted = position < pnat", "wanted = position <= pnat", "x_cache"),
+    "x without its barrier": ("tokens", "exists = position < pnat", "exists = position <= pnat", "x_cache"),
 }
 OF_BF16 = {"C of f16 for bf16"}
 BEHIND_ANOTHER = {"dependents before the allocation", "no wait for the predecessor"}
@@ -228,7 +240,9 @@ def test_slips_are_seen(slip: str) -> None:
         problem = dataclasses.replace(problem, state_dtype="bf16")
     # The only turn's own code, or that of turns that take each other's stages.
     config = (
-        Sm100Config.of(problem) if slip == "no wait before the flush" else Sm100Config.of(problem, turns=4, stages=2)
+        Sm100Config.of(problem)
+        if slip == "a flush before the MMAs are done"
+        else Sm100Config.of(problem, turns=4, stages=2)
     )
     call, padding = example_call(problem)
     before = call.clone()

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .decay import Vectors
-from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, store_words, to_tf32
+from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, to_tf32
 from .spec import StepSpec
 from .state_tile import PART, StateTile, repack, unpack, x_fragment
 from .tokens import place
@@ -50,8 +50,8 @@ class LongFlush:
                         results[4 * e + k] = sums[k]
 
     @cute.jit
-    def flush(self, state, b_cache, vectors, tile, address, head_index, slot, group, head, p0, start, pnat, lane):
-        """Write a tile of the logical state back, as `StateTile.flush` does; `address` is that of the tile's inputs."""
+    def flush(self, b_cache, vectors, tile, address, head_index, slot, group, start, pnat, lane):
+        """Turn a tile into the logical state, as `StateTile.flush` does; `address` is that of the tile's inputs."""
         g, t = lane // 4, lane % 4
         at = Vectors(self.spec, head_index)
         total = vectors[at.total]
@@ -76,8 +76,4 @@ class LongFlush:
                     for which in cutlass.range_constexpr(2):
                         new = [results[4 * e + 2 * side + which] for e in range(PART)]
                         done[side][which] += repack(new, self.spec)
-            for side in cutlass.range_constexpr(2):
-                for which in cutlass.range_constexpr(2):
-                    first = block * self.spec.block + (2 * t + which) * self.spec.chunk
-                    target = self.spec.pointer(state, slot, (head, p0 + g + 8 * side), first, self.spec.chunk)
-                    store_words(target, done[side][which])
+            self.state_tile.put(tile, block, done, g, t)

@@ -2,8 +2,8 @@
 
 The read-out takes A-fragments by ldmatrix, rows of P in their own order (MMA rows g and g + 8 of a lane's
 g = lane / 4, t = lane % 4): conflict-free under the 128-byte swizzle. The flush works on 16-byte chunks 2t and
-2t + 1 of the same two rows: as the two columns of an accumulator pair, as 32 bytes in a row to store, and again free
-of conflicts.
+2t + 1 of the same two rows, as the two columns of an accumulator pair: again free of conflicts. Its results replace
+the state in shared memory, and are stored from there in whole lines.
 """
 
 from __future__ import annotations
@@ -97,10 +97,20 @@ class StateTile:
                 a_frag = [bits(half(kind, word)) for half in (low_half, high_half) for word in rows[2 * k : 2 * k + 2]]
                 chain[k] = mma_tf32(chain[k], a_frag, operands[k])
 
-    def chunks(self, tile, block, side, g, t):
-        """This lane's two 16-byte chunks of row g + 8 side, as words (undoing the 128-byte swizzle)."""
+    def _chunk(self, tile, block, side, which, g, t):
+        """One of this lane's two 16-byte chunks of row g + 8 side (undoing the 128-byte swizzle)."""
         at = block * (self.spec.rows * 32) + (g + 8 * side) * 32
-        return [load_words(tile + cute.assume(at + ((2 * t + which) ^ g) * 4, divby=4), 4) for which in range(2)]
+        return tile + cute.assume(at + ((2 * t + which) ^ g) * 4, divby=4)
+
+    def chunks(self, tile, block, side, g, t):
+        """This lane's two chunks of row g + 8 side, as words."""
+        return [load_words(self._chunk(tile, block, side, which, g, t), 4) for which in range(2)]
+
+    def put(self, tile, block, done, g, t):
+        """Put flushed chunks, `done[side][which]`, where `chunks` found the old ones."""
+        for side in range(2):
+            for which in range(2):
+                store_words(self._chunk(tile, block, side, which, g, t), done[side][which])
 
     def _hold_b(self, held, b_cache, slot, group, b_rows, g, part):
         """Load this lane's four columns of B in a part of a block, for each of its ring rows."""
@@ -124,10 +134,8 @@ class StateTile:
         self._hold_b(coming, b_cache, slot, group, rows, g, Int32(0))
 
     @cute.jit
-    def flush(
-        self, state, b_cache, vectors, tile, x_words, coming, head_index, slot, group, head, p0, start, pnat, g, t
-    ):
-        """Write a tile of the logical state back: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
+    def flush(self, b_cache, vectors, tile, x_words, coming, head_index, slot, group, start, pnat, g, t):
+        """Turn a tile of the checkpoint into the logical state: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
 
         In tf32 high and low terms; a state that is rounded to bf16 does without the low ones.
         A lane's two chunks of a row are the two columns of an accumulator pair: element e of its first chunk in
@@ -190,8 +198,4 @@ class StateTile:
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
                         done[side][which] += repack([results[e][2 * side + which] for e in range(PART)], self.spec)
-            for side in cutlass.range_constexpr(2):
-                for which in cutlass.range_constexpr(2):
-                    column = block * self.spec.block + (2 * t + which) * self.spec.chunk
-                    target = self.spec.pointer(state, slot, (head, p0 + g + 8 * side), column, self.spec.chunk)
-                    store_words(target, done[side][which])
+            self.put(tile, block, done, g, t)

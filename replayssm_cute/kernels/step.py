@@ -37,7 +37,7 @@ from .products import Products
 from .readout_c import ReadoutC
 from .rewrite import Rewrite
 from .signature import fake_arguments
-from .spec import P_TILE, StepSpec
+from .spec import P_TILE, WARP, StepSpec
 from .state_tile import StateTile
 from .tokens import Tokens
 from .weights import Weights
@@ -112,15 +112,13 @@ class StepKernel:
                 stride=(1, read.stride[2], spec.block, read.stride[1], read.stride[0]),
             ),
         )
-        atom, tma_state = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            tiled_state,
-            cute.select(self.staged_layout(), mode=[0, 1, 2]),
-            (spec.block, spec.rows, spec.blocks),
-        )
+        box = cute.select(self.staged_layout(), mode=[0, 1, 2]), (spec.block, spec.rows, spec.blocks)
+        atom, tma_state = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tiled_state, *box)
+        store_atom, tma_stored = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tiled_state, *box)
         self.kernel(
-            atom, tma_state, state, x_cache, b_cache, dt_cache, ring_start, pnat,
-            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id, scale, seed, copy,
+            atom, tma_state, store_atom, tma_stored, x_cache, b_cache, dt_cache, ring_start, pnat,
+            x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens, pad_slot_id,
+            state if p.rewrites else None, scale, seed, copy,
         ).launch(
             grid=[self.grid_size(self.batch(x, cu_seqlens)), 1, 1],
             block=[spec.threads, 1, 1],
@@ -164,7 +162,8 @@ class StepKernel:
         self,
         atom: cute.CopyAtom,
         tma_state: cute.Tensor,
-        state: cute.Tensor,
+        store_atom: cute.CopyAtom,
+        tma_stored: cute.Tensor,
         x_cache: cute.Tensor,
         b_cache: cute.Tensor,
         dt_cache: cute.Tensor,
@@ -182,6 +181,7 @@ class StepKernel:
         slots: cute.Tensor | None,
         cu_seqlens: cute.Tensor | None,
         pad_slot_id: Int64,
+        state: cute.Tensor | None,
         scale: cute.Tensor | None,
         seed: cute.Tensor | None,
         copy: cute.Tensor | None,
@@ -193,9 +193,11 @@ class StepKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         g, t = lane // 4, lane % 4
-        side = warp // spec.head_warps  # which of the heads that are taken at the same time
-        tile = split * spec.head_warps + warp % spec.head_warps  # which `spec.rows` rows of P
-        p0 = tile * spec.rows
+        only_turn = cutlass.const_expr(config.turns == 1)
+        thread = warp * WARP + lane
+        side, head_warp = warp // spec.head_warps, warp % spec.head_warps  # which of the heads that are taken at a time
+        tile = split * spec.head_warps + head_warp  # which `spec.rows` rows of P
+        p0, cta_p0 = tile * spec.rows, split * spec.head_warps * spec.rows
         turns = count // config.parallel_heads
 
         slot = Int64(row)
@@ -216,10 +218,8 @@ class StepKernel:
         shared_state = cute.make_tensor(
             cute.recast_ptr(raw, staged.inner, dtype=CUTLASS_TYPE[spec.state_kind]), staged.outer
         )
-        state_tiles = cute.local_tile(tma_state, (spec.block, spec.rows, spec.blocks), (None, None, None, None, None))
-        to_shared, from_global = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared_state, 0, 3), cute.group_modes(state_tiles, 0, 3)
-        )
+        to_shared, from_global = self.partition(atom, tma_state, shared_state)
+        stored, to_global = self.partition(store_atom, tma_stored, shared_state)
         barriers = cute.recast_ptr(raw + shared.barriers, dtype=Int64) + warp * config.stages
         if lane == 0:
             cpasync.prefetch_descriptor(atom)
@@ -240,7 +240,6 @@ class StepKernel:
         live = cute.arch.make_warp_uniform(Int32(works)) != 0
         slot32 = Int32(slot)
         start, pnat = Int32(0), Int32(0)
-        my_inputs = cute.assume(shared.inputs + warp * shared.input_bytes, divby=128)
         first = head0 + side  # this warp's first head; its others follow `parallel_heads` apart
         if cutlass.const_expr(p.pdl):
             if live:
@@ -251,13 +250,9 @@ class StepKernel:
             cute.arch.griddepcontrol_launch_dependents()
         c_words = self.readout_c.load(c, new, group)
         scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
-        for stage in cutlass.range_constexpr(shared.input_stages):
-            if stage < turns:
-                at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                self.tokens.copy_new(at, x, z, new, first + stage * config.parallel_heads, p0, lane)
-        only_turn = cutlass.const_expr(config.turns == 1)
+        self.tokens.copy_new(address, x, z, new, head0, count, cta_p0, thread)
         if cutlass.const_expr(only_turn):
-            new_x = self.tokens.new_x(x, new, first, p0, lane)
+            new_x = self.tokens.new_x(x, new, head0, count, cta_p0, thread)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
         if live:
@@ -273,16 +268,12 @@ class StepKernel:
             bc_rows = self.products.new_rows()
             ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
             self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, bc_tile, warp, g, t)
-            for stage in cutlass.range_constexpr(shared.input_stages):
-                if stage < turns:
-                    at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                    head = first + stage * config.parallel_heads
-                    self.tokens.copy_ring(at, x_cache, slot, head, p0, start, pnat, lane)
-                cute.arch.cp_async_commit_group()
+            self.tokens.copy_ring(address, x_cache, slot, head0, count, cta_p0, start, pnat, thread)
+            cute.arch.cp_async_commit_group()
             cute.arch.sync_threads()
             # A CTA's only turn appends its x here, where the store's way to memory costs no time.
             if cutlass.const_expr(only_turn):
-                self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, length, lane)
+                self.tokens.append_new(x_cache, new_x, slot, head0, count, cta_p0, start, pnat, length, thread)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
             if cutlass.const_expr(p.copy_dtype is not None):  # noqa: SIM102, "and" would have it traced everywhere
@@ -329,51 +320,55 @@ class StepKernel:
                     self.decay.make_vectors(
                         dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, length, split, lane
                     )
+            self.tokens.await_copies(raw, count, start, pnat, thread)
             cute.arch.sync_threads()
             if cutlass.const_expr(not only_turn):
+                self.tokens.append_x(raw, x_cache, slot, head0, count, cta_p0, start, pnat, length, thread)
                 for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                     self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
                 cute.arch.sync_threads()
             # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-            if cutlass.const_expr(only_turn):
-                self.await_inputs(raw, my_inputs, start, pnat, lane)
-                if flush:
-                    self.flush(
-                        state, b_cache, raw, address, my_inputs, vectors, flush_b, 0, side, slot, group, first, p0,
-                        start, pnat, warp, lane, (scale, seed, copy),
+            if cutlass.const_expr(only_turn) and flush:
+                at = self.tokens.inputs(side, head_warp)
+                if cutlass.const_expr(p.rewrites):
+                    self.rewrite_tiles(
+                        state, copy, scale, seed, b_cache, raw, address, at, vectors, 0, side, slot, group, first, p0,
+                        start, pnat, warp, lane,
                     )  # fmt: skip
+                else:
+                    self.flush(
+                        b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, start, pnat, warp, lane
+                    )
+                    self.store(store_atom, stored, to_global, 0, first, tile, warp, slot32)
 
             # ---- head by head ----
-            stage, phase, input_stage = Int32(0), Int32(0), Int32(0)
+            stage, phase = Int32(0), Int32(0)
             for i in cutlass.range(turns, unroll=1):
                 index = i * config.parallel_heads + side  # of the head in its CTA
                 head = head0 + index
-                at = cute.assume(my_inputs + input_stage * (spec.warps * shared.input_bytes), divby=128)
-                if cutlass.const_expr(not only_turn):
-                    self.await_inputs(raw, at, start, pnat, lane)
+                at = self.tokens.inputs(index, head_warp)
                 gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
                 weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
-                if cutlass.const_expr(not only_turn):
-                    self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, length, lane)
                 self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
                 if cutlass.const_expr(not only_turn) and flush:
-                    self.flush(
-                        state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0, start,
-                        pnat, warp, lane, (scale, seed, copy),
-                    )  # fmt: skip
+                    if cutlass.const_expr(p.rewrites):
+                        self.rewrite_tiles(
+                            state, copy, scale, seed, b_cache, raw, address, at, vectors, stage, index, slot, group,
+                            head, p0, start, pnat, warp, lane,
+                        )  # fmt: skip
+                    else:
+                        self.flush(
+                            b_cache, raw, address, at, vectors, None, stage, index, slot, group, start, pnat, warp, lane
+                        )
+                        self.store(store_atom, stored, to_global, stage, head, tile, warp, slot32)
                 if cutlass.const_expr(config.turns > 1):
                     cute.arch.sync_warp()
                     if cutlass.const_expr(refill) and flush:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                         self.refill(
                             atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
                         )
-                    if i + shared.input_stages < turns:
-                        later_head = head + shared.input_stages * config.parallel_heads
-                        self.tokens.copy_new(address + at, x, z, new, later_head, p0, lane)
-                        self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
-                    cute.arch.cp_async_commit_group()
-                    input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
                     stage, phase = self.following(stage, phase)
                     if i + 1 < turns:
                         if cutlass.const_expr(p.scaled):
@@ -387,6 +382,8 @@ class StepKernel:
                                 atom, from_global, to_shared, barriers, i + 1, turns, stage, first, tile, warp, lane,
                                 slot32,
                             )  # fmt: skip
+            if flush:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
         else:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)  # copies must not land in a later CTA's shared memory
@@ -395,20 +392,23 @@ class StepKernel:
             batch = self.batch(x, cu_seqlens)
             self.tokens.zero_tail(out, row, batch, Int32(cu_seqlens[batch]), new[3], first, turns, p0, lane)
 
-    @cute.jit
-    def await_inputs(self, raw, at, start, pnat, lane):
-        """Wait for the next head's x and z."""
-        cute.arch.cp_async_wait_group(self.spec.shared.input_stages - 1)
-        if cutlass.const_expr(self.spec.whole):
-            self.tokens.clear_dead(raw + at, start, pnat, lane)
-        cute.arch.sync_warp()
+    def partition(self, atom, tma_state, shared_state):
+        """The state's boxes in shared memory, (None, warp, stage), and in the pool, (None, 0, tile, 0, head, slot)."""
+        spec = self.spec
+        tiles = cute.local_tile(tma_state, (spec.block, spec.rows, spec.blocks), (None, None, None, None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared_state, 0, 3), cute.group_modes(tiles, 0, 3)
+        )
 
     @cute.jit
     def flush(
-        self, state, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, head, p0, start, pnat,
-        warp, lane, low_precision,
+        self, b_cache, raw, address, at, vectors, flush_b, stage, index, slot, group, start, pnat, warp, lane
     ):  # fmt: skip
-        """Flush the head whose state is in a stage, inputs at `at`; `flush_b` is B's first part if it was asked for."""
+        """Turn the checkpoint in a stage into the logical state; inputs at `at`.
+
+        `flush_b` is B's first part if it was asked for.
+        """
+        cute.arch.sync_warp()  # results go where other lanes may still be reading
         coming = flush_b
         if cutlass.const_expr(flush_b is None and not self.spec.long_flush):
             coming = self.state_tile.new_b()
@@ -421,34 +421,40 @@ class StepKernel:
             )
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             inputs = address + (at + tile * self.spec.shared.input_tile_bytes)
-            if cutlass.const_expr(self.rewrite is not None):
-                scale, seed, copy = low_precision
-                self.rewrite.flush(
-                    state, copy, scale, seed, b_cache, vectors, words, inputs, index, slot, group, head,
-                    p0 + P_TILE * tile, start, pnat, lane,
-                )  # fmt: skip
-            elif cutlass.const_expr(self.spec.long_flush):
-                self.long_flush.flush(
-                    state,
-                    b_cache,
-                    vectors,
-                    words,
-                    inputs,
-                    index,
-                    slot,
-                    group,
-                    head,
-                    p0 + P_TILE * tile,
-                    start,
-                    pnat,
-                    lane,
-                )
+            if cutlass.const_expr(self.spec.long_flush):
+                self.long_flush.flush(b_cache, vectors, words, inputs, index, slot, group, start, pnat, lane)
             else:
                 x_words = self.tokens.x_words(inputs, lane)
                 self.state_tile.flush(
-                state, b_cache, vectors, words, x_words, coming, index, slot, group, head, p0 + P_TILE * tile, start,
-                pnat, lane // 4, lane % 4,
+                    b_cache, vectors, words, x_words, coming, index, slot, group, start, pnat, lane // 4, lane % 4
+                )
+
+    @cute.jit
+    def rewrite_tiles(
+        self, state, copy, scale, seed, b_cache, raw, address, at, vectors, stage, index, slot, group, head, p0, start,
+        pnat, warp, lane,
+    ):  # fmt: skip
+        """Flush the head whose state is in a stage, inputs at `at`, in global memory: see `rewrite`."""
+        for tile in cutlass.range(self.spec.tiles, unroll=1):
+            offset = (
+                stage * self.spec.shared.stage_bytes
+                + warp * self.spec.shared.warp_bytes
+                + tile * (P_TILE * self.spec.row_bytes)
+            )
+            words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
+            inputs = address + (at + tile * self.spec.shared.input_tile_bytes)
+            self.rewrite.flush(
+                state, copy, scale, seed, b_cache, vectors, words, inputs, index, slot, group, head,
+                p0 + P_TILE * tile, start, pnat, lane,
             )  # fmt: skip
+
+    @cute.jit
+    def store(self, atom, stored, to_global, stage, head, tile, warp, slot):
+        """Store a warp's flushed rows from a stage, by TMA: every lane's part must be seen by it."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        cute.copy(atom, stored[None, warp, stage], to_global[None, 0, tile, 0, head, slot])
+        cute.arch.cp_async_bulk_commit_group()
 
     def following(self, stage, phase):
         """The stage after this one, and the phase of its barrier."""

@@ -32,7 +32,7 @@ from .spec import P_TILE, StepSpec
 from .state_tile import x_fragment
 
 ROW_BYTES = 32
-ROWS_A_COPY = 16  # rows that a warp copies at once, 16 bytes a lane
+PIECE = 8  # values in 16 bytes, which a thread copies at once
 
 
 def _silu(v: Float32) -> Float32:
@@ -49,53 +49,110 @@ class Tokens:
 
     def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
+        self.warp_rows = P_TILE * spec.tiles  # of P that a warp owns
         self.x_rows = spec.ring_positions  # first row of the new tokens' x
         self.z_rows = spec.ring_positions + spec.problem.tokens
 
-    def _copy(self, address, tensor, outer, inner, p0, row, half, bytes_):
-        """Ask for half a row of each tile."""
-        for tile in range(self.spec.tiles):
-            source = self.spec.pointer(tensor, outer, inner, p0 + P_TILE * tile + 8 * half, 8)
-            at = address + (place(row, half) + tile * self.spec.shared.input_tile_bytes)
-            copy_async(at, Int64(source.toint()), bytes_)
+    def _pieces(self, rows, count, thread):
+        """Deal pieces of some rows of x or z, of all heads, to the CTA's threads: (head, row, column, is there one).
+
+        A piece is 16 bytes. Neighbouring threads have neighbouring pieces: memory sees whole rows of a head.
+        """
+        spec = self.spec
+        each = spec.head_warps * self.warp_rows // PIECE
+        heads = spec.config.heads_per_cta
+        for first in range(0, heads * rows * each, spec.threads):
+            number = first + thread
+            head = number // (rows * each) if heads > 1 else Int32(0)
+            yield head, number // each % rows, number % each * PIECE, (number < count * (rows * each))
+
+    def inputs(self, index, warp):
+        """Offset of the inputs of the `index`-th head's `warp`-th warp."""
+        shared = self.spec.shared
+        at = shared.inputs + (index * self.spec.head_warps + warp) * shared.input_bytes
+        return cute.assume(at, divby=32)
+
+    def _place(self, index, row, column):
+        """Offset of a piece in the inputs."""
+        spec = self.spec
+        tile = column % self.warp_rows // P_TILE * spec.shared.input_tile_bytes
+        return self.inputs(index, column // self.warp_rows) + (tile + place(row, column // PIECE % 2))
 
     @cute.jit
-    def copy_new(self, address, x, z, new, head, p0, lane):
-        """Ask for a head's x and z of the new tokens; those that a ragged row lacks become zeros."""
-        for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
-            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < self.spec.problem.tokens:
-                outer, index = self.spec.new_token(new, token)
+    def copy_new(self, address, x, z, new, head0, count, p0, thread):
+        """Ask for the heads' x and z of the new tokens; those that a ragged row lacks become zeros.
+
+        `p0` is the CTA's first row of P here, as in all functions that deal pieces to threads.
+        """
+        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, count, thread):
+            if wanted:
+                outer, where = self.spec.new_token(new, token)
                 bytes_ = Int32(16)
                 if cutlass.const_expr(self.spec.problem.ragged):
                     bytes_ = Int32(cutlass.select_(token < new[2], 16, 0))
-                self._copy(address, x, outer, (index, head), p0, self.x_rows + token, half, bytes_)
-                if cutlass.const_expr(z is not None):
-                    self._copy(address, z, outer, (index, head), p0, self.z_rows + token, half, bytes_)
+                for tensor, first in ((x, self.x_rows), (z, self.z_rows)):
+                    if cutlass.const_expr(tensor is not None):
+                        source = self.spec.pointer(tensor, outer, (where, head0 + index), p0 + column, PIECE)
+                        copy_async(address + self._place(index, first + token, column), Int64(source.toint()), bytes_)
 
     @cute.jit
-    def copy_ring(self, address, x_cache, slot, head, p0, start, pnat, lane):
-        """Ask for a head's x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
-        for k in cutlass.range_constexpr(-(-self.spec.ring_positions // ROWS_A_COPY)):
-            position, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            wanted = position < self.spec.problem.ring_rows
-            if cutlass.const_expr(not self.spec.whole):
-                wanted = position < pnat
-            if position < self.spec.ring_positions:
+    def copy_ring(self, address, x_cache, slot, head0, count, p0, start, pnat, thread):
+        """Ask for the heads' x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
+        for index, position, column, wanted in self._pieces(self.spec.ring_positions, count, thread):
+            if wanted:
                 ring = self.spec.read_row(start, pnat, position)
-                bytes_ = Int32(cutlass.select_(wanted, 16, 0))
-                self._copy(address, x_cache, slot, (head, ring), p0, position, half, bytes_)
+                source = self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE)
+                exists = position < self.spec.problem.ring_rows
+                if cutlass.const_expr(not self.spec.whole):
+                    exists = position < pnat
+                bytes_ = Int32(cutlass.select_(exists, 16, 0))
+                copy_async(address + self._place(index, position, column), Int64(source.toint()), bytes_)
 
     @cute.jit
-    def clear_dead(self, inputs, start, pnat, lane):
-        """Zeros over the rows that "whole" copied and the cursors do not count: NaN must not meet a product."""
-        for k in cutlass.range_constexpr(-(-self.spec.ring_positions // ROWS_A_COPY)):
-            position, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            dead = (position < self.spec.ring_positions) & (self.spec.is_live(start, pnat, position) == False)  # noqa: E712
-            if dead:
-                for tile in cutlass.range_constexpr(self.spec.tiles):
-                    at = place(position, half) + tile * self.spec.shared.input_tile_bytes
-                    store_words(inputs + cute.assume(at, divby=16), [Int32(0)] * 4)
+    def await_copies(self, raw, count, start, pnat, thread):
+        """Wait for this thread's copies; a barrier of the CTA has to follow.
+
+        "whole" copied rows that the cursors do not count: zeros over them, since NaN must not meet a product.
+        """
+        cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(self.spec.whole):
+            for index, position, column, wanted in self._pieces(self.spec.ring_positions, count, thread):
+                if wanted & (self.spec.is_live(start, pnat, position) == False):  # noqa: E712
+                    at = self._place(index, position, column)
+                    store_words(raw + cute.assume(at, divby=16), [Int32(0)] * 4)
+
+    @cute.jit
+    def new_x(self, x, new, head0, count, p0, thread):
+        """The heads' new x straight from memory: needs no slot."""
+        pieces = list(self._pieces(self.spec.problem.tokens, count, thread))
+        words = cute.make_rmem_tensor(cute.make_layout(4 * len(pieces)), Int32)
+        for k, (index, token, column, wanted) in enumerate(pieces):
+            if wanted:
+                outer, where = self.spec.new_token(new, token)
+                found = load_words(self.spec.pointer(x, outer, (where, head0 + index), p0 + column, PIECE), 4)
+                for e in cutlass.range_constexpr(4):
+                    words[4 * k + e] = found[e]
+        return words
+
+    @cute.jit
+    def append_new(self, x_cache, words, slot, head0, count, p0, start, pnat, length, thread):
+        """Append what `new_x` read, bit for bit."""
+        for k, piece in enumerate(self._pieces(self.spec.problem.tokens, count, thread)):
+            index, token, column, wanted = piece
+            if wanted & (token < length):
+                ring = self.spec.ring_row(start, pnat + token)
+                target = self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE)
+                store_words(target, [words[4 * k + e] for e in range(4)])
+
+    @cute.jit
+    def append_x(self, raw, x_cache, slot, head0, count, p0, start, pnat, length, thread):
+        """Append the new tokens' x from shared memory, bit for bit."""
+        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, count, thread):
+            if wanted & (token < length):
+                ring = self.spec.ring_row(start, pnat + token)
+                at = self._place(index, self.x_rows + token, column)
+                words = load_words(raw + cute.assume(at, divby=16), 4)
+                store_words(self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE), words)
 
     def x_words(self, address, lane):
         """A tile's x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
@@ -195,8 +252,8 @@ class Tokens:
         """The outputs of a padding row."""
         for i in cutlass.range(turns, unroll=1):
             head = first + i * self.spec.config.parallel_heads
-            for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // ROWS_A_COPY)):
-                token, half = ROWS_A_COPY * k + lane // 2, lane % 2
+            for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // 16)):
+                token, half = 16 * k + lane // 2, lane % 2
                 if token < new[2]:
                     for tile in cutlass.range_constexpr(self.spec.tiles):
                         p = p0 + P_TILE * tile + 8 * half
@@ -210,46 +267,3 @@ class Tokens:
                 head = first + i * self.spec.config.parallel_heads
                 if lane < 2 * self.spec.tiles:
                     store_words(self.spec.pointer(out, 0, (token, head), p0 + 8 * lane, 8), [Int32(0)] * 4)
-
-    @cute.jit
-    def new_x(self, x, new, head, p0, lane):
-        """A head's new x straight from global memory, a 16-byte piece of each tile a lane: needs no slot."""
-        words = cute.make_rmem_tensor(cute.make_layout(4 * self.spec.tiles * self._token_rounds()), Int32)
-        for k in cutlass.range_constexpr(self._token_rounds()):
-            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < self.spec.problem.tokens:
-                outer, index = self.spec.new_token(new, token)
-                for tile in cutlass.range_constexpr(self.spec.tiles):
-                    p = p0 + P_TILE * tile + 8 * half
-                    found = load_words(self.spec.pointer(x, outer, (index, head), p, 8), 4)
-                    for e in cutlass.range_constexpr(4):
-                        words[4 * (k * self.spec.tiles + tile) + e] = found[e]
-        return words
-
-    def _token_rounds(self):
-        return -(-self.spec.problem.tokens // ROWS_A_COPY)
-
-    @cute.jit
-    def append_new(self, x_cache, words, slot, head, p0, start, pnat, length, lane):
-        """Append what `new_x` read, bit for bit."""
-        for k in cutlass.range_constexpr(self._token_rounds()):
-            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < length:
-                ring = self.spec.ring_row(start, pnat + token)
-                for tile in cutlass.range_constexpr(self.spec.tiles):
-                    first = 4 * (k * self.spec.tiles + tile)
-                    target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
-                    store_words(target, [words[first + e] for e in range(4)])
-
-    @cute.jit
-    def append_x(self, inputs, x_cache, slot, head, p0, start, pnat, length, lane):
-        """Append the new tokens' x from shared memory, bit for bit."""
-        for k in cutlass.range_constexpr(self._token_rounds()):
-            token, half = ROWS_A_COPY * k + lane // 2, lane % 2
-            if token < length:
-                ring = self.spec.ring_row(start, pnat + token)
-                for tile in cutlass.range_constexpr(self.spec.tiles):
-                    at = place(self.x_rows + token, half) + tile * self.spec.shared.input_tile_bytes
-                    words = load_words(inputs + cute.assume(at, divby=16), 4)
-                    target = self.spec.pointer(x_cache, slot, (head, ring), p0 + P_TILE * tile + 8 * half, 8)
-                    store_words(target, words)

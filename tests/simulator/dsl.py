@@ -10,6 +10,8 @@ import numpy as np
 from .memory import SHARED_BASE, Barrier, Pointer, Shared
 from .values import LANES, NOW, Float32, Fragment, Half, Int32, Int64, lanes, maximum, minimum, select, uniform
 
+LOAD, STORE = "load", "store"  # TMA copies
+
 
 class Layout:
     """Shape and strides."""
@@ -65,13 +67,13 @@ def assume(value: Any, divby: int) -> Any:
     return value
 
 
-def copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Pointer) -> None:
-    """A TMA load of one box, which lands when its barrier is waited for.
+def _box(pool: Any, staged: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """A TMA copy's tensor in memory, its addresses of words there, and the same words of shared memory.
 
-    The source is indexed (None, 0, row tile, 0, head, slot), the target (None, warp, stage).
+    The pool is indexed (None, 0, row tile, 0, head, slot), the staged state (None, warp, stage).
     """
     NOW.warp.converged("a TMA copy")
-    (view, (_, column, row_tile, block, head, slot)), (box, (_, warp, stage)) = source, target
+    (view, (_, column, row_tile, block, head, slot)), (box, (_, warp, stage)) = pool, staged
     assert column == block == 0 and warp == NOW.warp.index
     columns, rows, blocks = view.tile
     size, per_word = view.pointer.size, 4 // view.pointer.size
@@ -88,13 +90,24 @@ def copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Pointer) -> None:
     bits, base, shift = box.pointer.swizzle
     bytes_ = bytes_ ^ ((bytes_ >> (base + shift) & ((1 << bits) - 1)) << base)
     shared: Shared = NOW.cta.shared
-    index = shared.index(bytes_.ravel(), 1, shared.names.index("state"))
+    return view, addresses.ravel(), shared.index(bytes_.ravel(), 1, shared.names.index("state"))
+
+
+def copy(atom: str, source: Any, target: Any, tma_bar_ptr: Any = None) -> None:
+    """A TMA load, which lands when its barrier is waited for, or a store, which reads when it is waited for."""
+    shared: Shared = NOW.cta.shared
+    if atom == STORE:
+        view, addresses, index = _box(target, source)
+        shared.lend(index)
+        NOW.warp.stores_open.append((view.pointer.memory, addresses, index))
+        return
+    view, addresses, index = _box(source, target)
     shared.claim(index, None)
     shared.in_flight[index] = True
 
     def land() -> int:
         shared.in_flight[index] = False
-        shared.put(index, view.pointer.memory.read_block(addresses.ravel())[:, None], -2)
+        shared.put(index, view.pointer.memory.read_block(addresses)[:, None], -2)
         return 4 * index.size
 
     _barrier(tma_bar_ptr).copies.append(land)
@@ -142,6 +155,26 @@ def _wait_group(pending: int) -> None:
     for index, words, threads in (copied for group in done for copied in group):
         shared.in_flight[index] = False
         shared.put(index, words, threads)
+
+
+def _commit_stores() -> None:
+    NOW.warp.converged("a commit of stores")
+    NOW.warp.stores += NOW.warp.stores_open
+    NOW.warp.stores_open = []
+
+
+def _wait_stores(pending: int, read: bool) -> None:
+    """Stores read shared memory now, at the latest."""
+    assert pending == 0 and read
+    NOW.warp.converged("a wait for stores")
+    for memory, addresses, index in NOW.warp.stores:
+        memory.write_block(addresses, NOW.cta.shared.take_back(index))
+    NOW.warp.stores = []
+
+
+def _fence_proxy(kind: str, space: str) -> None:
+    assert (kind, space) == ("async.shared", "cta")
+    NOW.cta.shared.fence()
 
 
 def _from_lanes(value: Any, sources: np.ndarray) -> Any:
@@ -203,6 +236,9 @@ arch = SimpleNamespace(
     sync_threads=_launched_only,
     cp_async_commit_group=_commit,
     cp_async_wait_group=_wait_group,
+    cp_async_bulk_commit_group=_commit_stores,
+    cp_async_bulk_wait_group=_wait_stores,
+    fence_proxy=_fence_proxy,
     shuffle_sync=_shuffle,
     shuffle_sync_bfly=lambda value, distance: _from_lanes(value, LANES ^ distance),
     shuffle_sync_up=_shuffle_up,
@@ -227,9 +263,10 @@ cute = SimpleNamespace(
     copy=copy,
 )
 cpasync = SimpleNamespace(
-    CopyBulkTensorTileG2SOp=_nothing,
-    make_tiled_tma_atom=lambda op, view, layout, tile: (None, view),
-    tma_partition=lambda atom, cta, layout, target, source: (target, source),
+    CopyBulkTensorTileG2SOp=lambda: LOAD,
+    CopyBulkTensorTileS2GOp=lambda: STORE,
+    make_tiled_tma_atom=lambda op, view, layout, tile: (op, view),
+    tma_partition=lambda atom, cta, layout, staged, pool: (staged, pool),
     prefetch_descriptor=_nothing,
 )
 cutlass = SimpleNamespace(

@@ -77,6 +77,8 @@ class Run:
                     waiting.append((warp, body))
                 elif any(map(len, (warp.uncommitted, *warp.groups))):
                     self.unfinished.append((number, warp.index))
+                else:
+                    assert not warp.stores + warp.stores_open, "a warp ended while its stores may read shared memory"
             assert len(waiting) in (0, len(running)), "a barrier that some warps never reach"
             running = waiting
             cta.epoch += 1

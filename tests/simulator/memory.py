@@ -99,6 +99,13 @@ class Global:
         np.add.at(self._reads, index.ravel(), 1)
         return self.bytes[: len(self.bytes) // 4 * 4].view(np.uint32)[(at - self.base) // 4]
 
+    def write_block(self, at: np.ndarray, words: np.ndarray) -> None:
+        """Words to any number of addresses, by a bulk copy."""
+        index = ((at - self.base) // self.size).reshape(-1, 1) + np.arange(4 // self.size)
+        assert (index >= 0).all() and (index < len(self.row)).all() and (self.row[index] >= 0).all(), self.name
+        np.add.at(self._writes, index.ravel(), 1)
+        self.bytes[: len(self.bytes) // 4 * 4].view(np.uint32)[(at - self.base) // 4] = words
+
     def _flat(self, index: tuple[Any, ...]) -> Any:
         at: Any = 0
         for i, n, s in zip(index, self.shape, self.stride, strict=True):
@@ -170,9 +177,12 @@ class Shared:
         n = total // 4
         self.words = np.full(n, POISON)
         self.in_flight = np.zeros(n, bool)
+        self.lent = np.zeros(n, bool)  # a bulk store may still read it
+        self.unfenced = np.zeros(n, bool)  # written by threads, and not yet seen by bulk copies
         self.writer = np.full(n, NOBODY, np.int32)
         self.writer_warp, self.write_epoch, self.write_cta = (np.full(n, NOBODY, np.int32) for _ in range(3))
         self.reader_warp, self.read_epoch, self.read_cta = (np.full(n, NOBODY, np.int32) for _ in range(3))
+        self.reader = np.full(n, NOBODY, np.int32)  # the thread, where one alone has read since the last barrier
         self.written, self.read_words, self.read_matrices = (np.zeros(n, np.int32) for _ in range(3))
         self.region = np.zeros(n, np.int64)
         self.names = list(regions)
@@ -205,12 +215,21 @@ class Shared:
         seen |= self.writer[index] == ASYNC
         assert ((self.write_cta[index] < epoch) | (mine & seen)).all(), f"{site()}: no barrier after the write"
         others = (self.read_cta[index] == epoch) & (self.reader_warp[index] != warp.index)
+        self.note_reader(index, threads)
         self.reader_warp[index] = np.where(others, MANY, warp.index)
         self.read_epoch[index], self.read_cta[index] = warp.epoch, epoch
+
+    def note_reader(self, index: np.ndarray, threads: np.ndarray | None) -> None:
+        """Who may write over the words without a barrier: a thread that reads them alone."""
+        since = (self.read_cta[index] == NOW.cta.epoch) & (self.read_epoch[index] == NOW.warp.epoch)
+        thread = np.broadcast_to(MANY if threads is None else threads[:, None], index.shape)
+        self.reader[index] = np.where(since & (self.reader[index] != thread), MANY, thread)
 
     def claim(self, index: np.ndarray, threads: np.ndarray | None) -> None:
         """Check a write against what came before."""
         warp, epoch = NOW.warp, NOW.cta.epoch
+        assert not self.lent[index].any(), f"{site()}: a word is written while a store may still read it"
+        assert threads is not None or not self.unfenced[index].any(), f"{site()}: a bulk copy over unfenced words"
         assert not self.in_flight[index].any(), f"{site()}: a word is written while a copy to it is on its way"
         assert len(np.unique(index)) == index.size, f"{site()}: two lanes write one word"
         mine, ordered = self.writer_warp[index] == warp.index, self.write_epoch[index] < warp.epoch
@@ -218,7 +237,8 @@ class Shared:
             ordered |= self.writer[index] == threads[:, None]
         fresh = self.writer[index] == NOBODY
         assert (fresh | (self.write_cta[index] < epoch) | (mine & ordered)).all(), f"{site()}: written over"
-        read_mine = (self.reader_warp[index] == warp.index) & (self.read_epoch[index] < warp.epoch)
+        alone = False if threads is None else self.reader[index] == threads[:, None]
+        read_mine = (self.reader_warp[index] == warp.index) & ((self.read_epoch[index] < warp.epoch) | alone)
         assert ((self.read_cta[index] < epoch) | read_mine).all(), f"{site()}: written while others may read it"
 
     def put(self, index: np.ndarray, words: np.ndarray, threads: np.ndarray | int) -> None:
@@ -228,6 +248,22 @@ class Shared:
         self.writer[index] = threads[:, None] if isinstance(threads, np.ndarray) else threads
         self.writer_warp[index], self.write_epoch[index], self.write_cta[index] = warp.index, warp.epoch, NOW.cta.epoch
         self.written[index] += 1
+        self.unfenced[index] = isinstance(threads, np.ndarray)
+
+    def fence(self) -> None:
+        """What this warp has written is seen by bulk copies and MMAs, once a barrier has told of it."""
+        self.unfenced[self.writer_warp == NOW.warp.index] = False
+
+    def lend(self, index: np.ndarray) -> None:
+        """A bulk store starts to read."""
+        assert not self.unfenced[index].any(), f"{site()}: stored without a fence"
+        self.note_read(index, None)
+        self.lent[index] = True
+
+    def take_back(self, index: np.ndarray) -> np.ndarray:
+        """What a bulk store has read."""
+        self.lent[index] = False
+        return self.words[index.ravel()]
 
     def load(self, at: Any, count: int, region: int | None = None) -> list[np.ndarray]:
         warp = NOW.warp

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .memory import ASYNC, NOBODY, Shared, site
+from .memory import ASYNC, MANY, NOBODY, Shared, site
 from .values import NOW, POISON, Warp
 
 AGENTS = 32
@@ -83,7 +83,6 @@ class ClockedShared(Shared):
         self.write_clock = np.zeros(n, np.int64)
         self.read_clock = np.zeros((n, AGENTS), np.int64)
         self.own_read_epoch = np.full((n, 8), -1, np.int64)
-        self.fenced = np.ones(n, bool)  # False: written by threads, not yet to be read by an MMA
         self.busy = np.zeros(n, np.int32)  # MMAs under way that may still read the word
 
     def _written_before(self, index: np.ndarray, threads: np.ndarray | None) -> np.ndarray:
@@ -103,6 +102,9 @@ class ClockedShared(Shared):
     def note_read(self, index: np.ndarray, threads: np.ndarray | None) -> None:
         warp = NOW.warp
         self._may_read(index, threads)
+        thread = np.broadcast_to(MANY if threads is None else threads[:, None], index.shape)
+        since = self.own_read_epoch[index, warp.index] == warp.epoch
+        self.reader[index] = np.where(since & (self.reader[index] != thread), MANY, thread)
         self.read_clock[index, warp.index] = warp.clock[warp.index]
         self.own_read_epoch[index, warp.index] = warp.epoch
 
@@ -110,19 +112,20 @@ class ClockedShared(Shared):
         warp = NOW.warp
         assert not self.in_flight[index].any(), f"{site()}: a word is written while a copy to it is on its way"
         assert not self.busy[index].any(), f"{site()}: a word is written while an MMA may read it"
+        assert threads is not None or not self.unfenced[index].any(), f"{site()}: a bulk copy over unfenced words"
         assert len(np.unique(index)) == index.size, f"{site()}: two lanes write one word"
         fresh = self.writer[index] == NOBODY
         assert (fresh | self._written_before(index, threads)).all(), f"{site()}: written over"
         reads = self.read_clock[index]
         reads[..., warp.index] = 0
         assert (reads <= warp.clock).all(), f"{site()}: written while others may read it"
+        alone = False if threads is None else self.reader[index] == threads[:, None]
         own = self.own_read_epoch[index, warp.index]
-        assert (own < warp.epoch).all(), f"{site()}: written while others may read it"
+        assert ((own < warp.epoch) | alone).all(), f"{site()}: written while others may read it"
 
     def put(self, index: np.ndarray, words: np.ndarray, threads: np.ndarray | int) -> None:
         super().put(index, words, threads)
         self.write_clock[index] = NOW.warp.clock[NOW.warp.index]
-        self.fenced[index] = False
 
     def land(self, index: np.ndarray, words: np.ndarray, barrier: MBarrier) -> None:
         """A bulk copy's words arrive; warps that pass the barrier know of them."""
@@ -130,18 +133,14 @@ class ClockedShared(Shared):
         self.words[index] = words
         self.writer[index], self.writer_warp[index] = ASYNC, barrier.agent
         self.write_clock[index] = barrier.tick
-        self.fenced[index] = True
+        self.unfenced[index] = False
         self.written[index] += 1
-
-    def fence(self) -> None:
-        """What this warp wrote may be read by MMAs, once a barrier has told of it."""
-        self.fenced[self.writer_warp == NOW.warp.index] = True
 
     def lend(self, index: np.ndarray, may_be_unwritten: bool) -> None:
         """An MMA that the running warp starts will read words."""
         written = index[self.writer[index] != NOBODY] if may_be_unwritten else index
         self._may_read(written[:, None], None)
-        assert self.fenced[written].all(), "an MMA reads what threads wrote, without a fence"
+        assert not self.unfenced[written].any(), "an MMA reads what threads wrote, without a fence"
         self.busy[index] += 1
 
     def take(self, index: np.ndarray, barrier: MBarrier) -> np.ndarray:

@@ -25,6 +25,8 @@ class Warp:
         self.epoch = 0  # counts barriers of the warp, CTA-wide ones included
         self.uncommitted: list[Any] = []
         self.groups: list[list[Any]] = []
+        self.stores_open: list[Any] = []  # bulk stores before their commit, then until they are waited for
+        self.stores: list[Any] = []
 
     def converged(self, what: str) -> None:
         """Collective operations need all lanes."""

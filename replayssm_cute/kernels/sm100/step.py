@@ -24,11 +24,11 @@ from ...problem import Problem
 from ...ring import flushes
 from ...sm100 import COLUMNS, ROWS, Sm100Config
 from ..decay import Decay
-from ..primitives import CUTLASS_TYPE, load_words
+from ..primitives import CUTLASS_TYPE, load_words, store_words
 from ..products import Products
 from ..readout_c import ReadoutC
 from ..signature import fake_arguments
-from ..spec import P_TILE
+from ..spec import P_TILE, WARP
 from ..state_tile import StateTile
 from ..step import StepKernel
 from ..tokens import Tokens
@@ -232,12 +232,12 @@ class Sm100StepKernel(StepKernel):
             # ---- the epilogue ----
             products = self.floats(raw, shared.products)
             vectors = self.floats(raw, shared.vectors)
-            side = warp // spec.head_warps  # which of the heads that are taken at the same time
-            p0 = warp % spec.head_warps * spec.warp_rows
+            thread = warp * WARP + lane
+            side, head_warp = warp // spec.head_warps, warp % spec.head_warps  # which of the heads taken at a time
+            p0 = head_warp * spec.warp_rows
             first = head0 + side  # this warp's first head; its others follow `parallel_heads` apart
             scan = spec.warps - 1 - warp  # heads' vectors are dealt from the last warp: B·C keeps the first ones busy
             scan_head = head0 + cutlass.min(scan, count - 1)
-            my_inputs = cute.assume(shared.inputs + warp * shared.input_bytes, divby=128)
             start, pnat = Int32(0), Int32(0)
             if cutlass.const_expr(p.pdl):
                 if live:
@@ -245,12 +245,9 @@ class Sm100StepKernel(StepKernel):
                 cute.arch.griddepcontrol_wait()
             c_words = self.readout_c.load(c, new, group)
             scan_new = self.decay.load_new(dt, a, dt_bias, d, new, scan_head, lane)
-            for stage in cutlass.range_constexpr(shared.input_stages):
-                if stage < turns:
-                    at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                    self.tokens.copy_new(at, x, z, new, first + stage * config.parallel_heads, p0, lane)
+            self.tokens.copy_new(address, x, z, new, head0, count, 0, thread)
             if cutlass.const_expr(only_turn):
-                new_x = self.tokens.new_x(x, new, first, p0, lane)
+                new_x = self.tokens.new_x(x, new, head0, count, 0, thread)
             cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
 
             if live:
@@ -263,18 +260,15 @@ class Sm100StepKernel(StepKernel):
                 bc_rows = self.products.new_rows()
                 ring_dt = self.decay.load_ring(dt_cache, slot, scan_head, start, pnat, lane)
                 self.products.load_rows(bc_rows, b_cache, b, new, slot, group, start, pnat, bc_tile, warp, g, t)
-                for stage in cutlass.range_constexpr(shared.input_stages):
-                    if stage < turns:
-                        at = address + my_inputs + stage * spec.warps * shared.input_bytes
-                        head = first + stage * config.parallel_heads
-                        self.tokens.copy_ring(at, x_cache, slot, head, p0, start, pnat, lane)
-                    cute.arch.cp_async_commit_group()
+                self.tokens.copy_ring(address, x_cache, slot, head0, count, 0, start, pnat, thread)
+                cute.arch.cp_async_commit_group()
                 cute.arch.sync_threads()
                 fence_after_sync()
                 base = load_words(raw + tensor.base, 1)[0]
                 if cutlass.const_expr(only_turn):
-                    self.tokens.append_new(x_cache, new_x, slot, first, p0, start, pnat, length, lane)
+                    self.tokens.append_new(x_cache, new_x, slot, head0, count, 0, start, pnat, length, thread)
                 flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
+                flush_b = None
                 if cutlass.const_expr(only_turn):
                     flush_b = self.state_tile.new_b()
                     if flush:
@@ -315,37 +309,35 @@ class Sm100StepKernel(StepKernel):
                         self.decay.make_vectors(
                             dt_cache, later_new, later_dt, vectors, i, slot, head0 + i, start, pnat, length, 0, lane
                         )
+                self.tokens.await_copies(raw, count, start, pnat, thread)
                 cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
                 if cutlass.const_expr(not only_turn):
+                    self.tokens.append_x(raw, x_cache, slot, head0, count, 0, start, pnat, length, thread)
                     for part in cutlass.range(warp, count * spec.steps, spec.warps, unroll=1):
                         self.weights.make(
                             raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t
                         )
                     cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
                 # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-                if cutlass.const_expr(only_turn):
-                    self.await_inputs(raw, my_inputs, start, pnat, lane)
-                    if flush:
-                        cute.arch.mbarrier_wait(full, 0)
-                        self.flush(
-                            state, b_cache, raw, address, my_inputs, vectors, flush_b, 0, side, slot, group, first, p0,
-                            start, pnat, warp, lane,
-                        )  # fmt: skip
+                if cutlass.const_expr(only_turn) and flush:
+                    cute.arch.mbarrier_wait(full, 0)
+                    cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read
+                    at = self.tokens.inputs(side, head_warp)
+                    self.flush(
+                        state, b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, first, p0, start,
+                        pnat, warp, lane,
+                    )  # fmt: skip
 
                 # ---- turn by turn ----
                 read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
-                stage, phase, input_stage = Int32(0), Int32(0), Int32(0)
+                stage, phase = Int32(0), Int32(0)
                 for i in cutlass.range(turns, unroll=1):
                     index = i * config.parallel_heads + side  # of the head in its CTA
                     head = head0 + index
-                    at = cute.assume(my_inputs + input_stage * (spec.warps * shared.input_bytes), divby=128)
-                    if cutlass.const_expr(not only_turn):
-                        self.await_inputs(raw, at, start, pnat, lane)
+                    at = self.tokens.inputs(index, head_warp)
                     gates = [] if cutlass.const_expr(z is None) else self.tokens.gates(address + at, lane)
                     weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                     sums = self.tokens.contributions(address + at, weights, lane)
-                    if cutlass.const_expr(not only_turn):
-                        self.tokens.append_x(raw + at, x_cache, slot, head, p0, start, pnat, length, lane)
                     cute.arch.mbarrier_wait(done + i, 0)
                     self.take_read_out(read_out, base + i * COLUMNS, warp)
                     self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
@@ -358,14 +350,10 @@ class Sm100StepKernel(StepKernel):
                     if cutlass.const_expr(config.turns > 1):
                         cute.arch.sync_warp()
                         if cutlass.const_expr(refill) and flush:
+                            fence_writes()
+                            cute.arch.sync_warp()
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_arrive(empty + stage)
-                        if i + shared.input_stages < turns:
-                            later_head = head + shared.input_stages * config.parallel_heads
-                            self.tokens.copy_new(address + at, x, z, new, later_head, p0, lane)
-                            self.tokens.copy_ring(address + at, x_cache, slot, later_head, p0, start, pnat, lane)
-                        cute.arch.cp_async_commit_group()
-                        input_stage = Int32(cutlass.select_(input_stage == shared.input_stages - 1, 0, input_stage + 1))
                         stage, phase = self.following(stage, phase)
                 fence_before_sync()
                 cute.arch.sync_warp()
@@ -425,9 +413,17 @@ class Sm100StepKernel(StepKernel):
             words = cute.recast_ptr(raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(address + (at + tile * self.spec.shared.input_tile_bytes), lane)
             self.state_tile.flush(
-                state, b_cache, vectors, words, x_words, coming, index, slot, group, head, p0 + P_TILE * tile, start,
-                pnat, lane // 4, lane % 4,
-            )  # fmt: skip
+                b_cache, vectors, words, x_words, coming, index, slot, group, start, pnat, lane // 4, lane % 4
+            )
+            cute.arch.sync_warp()
+            for block in cutlass.range_constexpr(self.spec.blocks):
+                for first in cutlass.range_constexpr(0, P_TILE, 4):
+                    row, chunk = first + lane // 8, lane % 8  # eight lanes have a row's 128 bytes
+                    place = block * (self.spec.rows * 32) + row * 32 + ((chunk ^ (row % 8)) * 4)
+                    found = load_words(words + cute.assume(place, divby=4), 4)
+                    column = block * self.spec.block + chunk * self.spec.chunk
+                    where = (head, p0 + P_TILE * tile + row)
+                    store_words(self.spec.pointer(state, slot, where, column, self.spec.chunk), found)
 
 
 def compile_sm100_step(problem: Problem, config: Sm100Config, arch: str):
