@@ -14,6 +14,8 @@ The phases live beside this file: readout_c (C in shared memory), products (B·C
 
     slot -> states of the first turns by TMA -> cursors -> ring rows -> read-out of the first turn
     -> B·C, decay -> weights -> per turn: contributions of the ring, outputs, flush, read-out of the next turn
+
+A static condition has an `if` of its own: in `if const_expr(...) and x` the DSL traces a dead branch too.
 """
 
 from __future__ import annotations
@@ -276,7 +278,7 @@ class StepKernel:
                 self.tokens.append_new(x_cache, new_x, slot, head0, count, cta_p0, start, pnat, length, thread)
             # The shuffle keeps what depends on the cursors below the loads that, in "whole" mode, do not.
             flush = Boolean(flushes(cute.arch.shuffle_sync(pnat, 0), length, p.window))
-            if cutlass.const_expr(p.copy_dtype is not None):  # noqa: SIM102, "and" would have it traced everywhere
+            if cutlass.const_expr(p.copy_dtype is not None):
                 if flush:
                     self.rewrite.prefetch(state, slot, first, turns, p0, lane)
 
@@ -288,9 +290,10 @@ class StepKernel:
             self.next_read_out(read_out, address, barriers, c_rows, c_held, Int32(0), Int32(0), warp, lane)
             if cutlass.const_expr(p.scaled):
                 self.scales.apply(row_scales, read_out)
-            if cutlass.const_expr(refill) and not flush:
-                cute.arch.sync_warp()
-                self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
+            if cutlass.const_expr(refill):
+                if not flush:
+                    cute.arch.sync_warp()
+                    self.refill(atom, from_global, to_shared, barriers, 0, turns, 0, first, tile, warp, lane, slot32)
             short = cutlass.const_expr(not spec.long_flush)
             flush_b = None
             if cutlass.const_expr(only_turn and short):
@@ -328,18 +331,19 @@ class StepKernel:
                     self.weights.make(raw, products, vectors, part // spec.steps, part % spec.steps, start, pnat, g, t)
                 cute.arch.sync_threads()
             # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-            if cutlass.const_expr(only_turn) and flush:
-                at = self.tokens.inputs(side, head_warp)
-                if cutlass.const_expr(p.rewrites):
-                    self.rewrite_tiles(
-                        state, copy, scale, seed, b_cache, raw, address, at, vectors, 0, side, slot, group, first, p0,
-                        start, pnat, warp, lane,
-                    )  # fmt: skip
-                else:
-                    self.flush(
-                        b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, start, pnat, warp, lane
-                    )
-                    self.store(store_atom, stored, to_global, 0, first, tile, warp, slot32)
+            if cutlass.const_expr(only_turn):
+                if flush:
+                    at = self.tokens.inputs(side, head_warp)
+                    if cutlass.const_expr(p.rewrites):
+                        self.rewrite_tiles(
+                            state, copy, scale, seed, b_cache, raw, address, at, vectors, 0, side, slot, group, first,
+                            p0, start, pnat, warp, lane,
+                        )  # fmt: skip
+                    else:
+                        self.flush(
+                            b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, start, pnat, warp, lane
+                        )
+                        self.store(store_atom, stored, to_global, 0, first, tile, warp, slot32)
 
             # ---- head by head ----
             stage, phase = Int32(0), Int32(0)
@@ -351,24 +355,39 @@ class StepKernel:
                 weights = self.weights.fragments(raw, products, vectors, index, start, pnat, g, t)
                 sums = self.tokens.contributions(address + at, weights, lane)
                 self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
-                if cutlass.const_expr(not only_turn) and flush:
-                    if cutlass.const_expr(p.rewrites):
-                        self.rewrite_tiles(
-                            state, copy, scale, seed, b_cache, raw, address, at, vectors, stage, index, slot, group,
-                            head, p0, start, pnat, warp, lane,
-                        )  # fmt: skip
-                    else:
-                        self.flush(
-                            b_cache, raw, address, at, vectors, None, stage, index, slot, group, start, pnat, warp, lane
-                        )
-                        self.store(store_atom, stored, to_global, stage, head, tile, warp, slot32)
+                if cutlass.const_expr(not only_turn):
+                    if flush:
+                        if cutlass.const_expr(p.rewrites):
+                            self.rewrite_tiles(
+                                state, copy, scale, seed, b_cache, raw, address, at, vectors, stage, index, slot, group,
+                                head, p0, start, pnat, warp, lane,
+                            )  # fmt: skip
+                        else:
+                            self.flush(
+                                b_cache,
+                                raw,
+                                address,
+                                at,
+                                vectors,
+                                None,
+                                stage,
+                                index,
+                                slot,
+                                group,
+                                start,
+                                pnat,
+                                warp,
+                                lane,
+                            )
+                            self.store(store_atom, stored, to_global, stage, head, tile, warp, slot32)
                 if cutlass.const_expr(config.turns > 1):
                     cute.arch.sync_warp()
-                    if cutlass.const_expr(refill) and flush:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        self.refill(
-                            atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
-                        )
+                    if cutlass.const_expr(refill):
+                        if flush:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                            self.refill(
+                                atom, from_global, to_shared, barriers, i, turns, stage, first, tile, warp, lane, slot32
+                            )
                     stage, phase = self.following(stage, phase)
                     if i + 1 < turns:
                         if cutlass.const_expr(p.scaled):
@@ -376,12 +395,13 @@ class StepKernel:
                         self.next_read_out(read_out, address, barriers, c_rows, c_held, stage, phase, warp, lane)
                         if cutlass.const_expr(p.scaled):
                             self.scales.apply(row_scales, read_out)
-                        if cutlass.const_expr(refill) and not flush:
-                            cute.arch.sync_warp()
-                            self.refill(
-                                atom, from_global, to_shared, barriers, i + 1, turns, stage, first, tile, warp, lane,
-                                slot32,
-                            )  # fmt: skip
+                        if cutlass.const_expr(refill):
+                            if not flush:
+                                cute.arch.sync_warp()
+                                self.refill(
+                                    atom, from_global, to_shared, barriers, i + 1, turns, stage, first, tile, warp,
+                                    lane, slot32,
+                                )  # fmt: skip
             if flush:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
         else:

@@ -218,12 +218,13 @@ class Sm100StepKernel(StepKernel):
                 for i in cutlass.range(turns, unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     self.start_read_out(address, base + i * COLUMNS, stage, i)
-                    if cutlass.const_expr(refill) and i + config.stages < turns:
-                        if flush:
-                            cute.arch.mbarrier_wait(empty + stage, phase)
-                        else:
-                            cute.arch.mbarrier_wait(done + i, 0)
-                        self.ask(atom, from_global, to_shared, full, first + i + config.stages, stage, slot32)
+                    if cutlass.const_expr(refill):
+                        if i + config.stages < turns:
+                            if flush:
+                                cute.arch.mbarrier_wait(empty + stage, phase)
+                            else:
+                                cute.arch.mbarrier_wait(done + i, 0)
+                            self.ask(atom, from_global, to_shared, full, first + i + config.stages, stage, slot32)
                     stage, phase = self.following(stage, phase)
                 cute.arch.mbarrier_wait(read, 0)
                 fence_after_sync()
@@ -319,14 +320,15 @@ class Sm100StepKernel(StepKernel):
                         )
                     cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
                 # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-                if cutlass.const_expr(only_turn) and flush:
-                    cute.arch.mbarrier_wait(full, 0)
-                    cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read
-                    at = self.tokens.inputs(side, head_warp)
-                    self.flush(
-                        state, b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, first, p0, start,
-                        pnat, warp, lane,
-                    )  # fmt: skip
+                if cutlass.const_expr(only_turn):
+                    if flush:
+                        cute.arch.mbarrier_wait(full, 0)
+                        cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read
+                        at = self.tokens.inputs(side, head_warp)
+                        self.flush(
+                            state, b_cache, raw, address, at, vectors, flush_b, 0, side, slot, group, first, p0, start,
+                            pnat, warp, lane,
+                        )  # fmt: skip
 
                 # ---- turn by turn ----
                 read_out = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
@@ -341,19 +343,21 @@ class Sm100StepKernel(StepKernel):
                     cute.arch.mbarrier_wait(done + i, 0)
                     self.take_read_out(read_out, base + i * COLUMNS, warp)
                     self.tokens.store_outputs(out, raw, read_out, sums, gates, index, new, head, p0, g, t)
-                    if cutlass.const_expr(not only_turn) and flush:
-                        cute.arch.mbarrier_wait(full + stage, phase)
-                        self.flush(
-                            state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0,
-                            start, pnat, warp, lane,
-                        )  # fmt: skip
+                    if cutlass.const_expr(not only_turn):
+                        if flush:
+                            cute.arch.mbarrier_wait(full + stage, phase)
+                            self.flush(
+                                state, b_cache, raw, address, at, vectors, None, stage, index, slot, group, head, p0,
+                                start, pnat, warp, lane,
+                            )  # fmt: skip
                     if cutlass.const_expr(config.turns > 1):
                         cute.arch.sync_warp()
-                        if cutlass.const_expr(refill) and flush:
-                            fence_writes()
-                            cute.arch.sync_warp()
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive(empty + stage)
+                        if cutlass.const_expr(refill):
+                            if flush:
+                                fence_writes()
+                                cute.arch.sync_warp()
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_arrive(empty + stage)
                         stage, phase = self.following(stage, phase)
                 fence_before_sync()
                 cute.arch.sync_warp()
