@@ -140,7 +140,7 @@ SLIPS = {
     ),
     "a flush before the MMAs are done": (
         "step",
-        "                    cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read\n",
+        "                        cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read\n",
         "",
         "an MMA may read it",
     ),
@@ -164,7 +164,7 @@ SLIPS = {
     ),
     "flushed rows without a fence": (
         "step",
-        "                            fence_writes()\n",
+        "                                fence_writes()\n",
         "",
         "over unfenced words",
     ),
