@@ -154,8 +154,13 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
         "f16, stochastic",
     ),
     "bits without the head": ("rewrite", "Int32(head), Int32(slot)", "Int32(0), Int32(slot)", "f16, stochastic"),
-    "the copy of the old state": ("rewrite", "factors, t, self.dual)", "factors, t, False)", "f8 copy, two tiles"),
-    "steps read the checkpoint": ("step", "read = state if copy is None else copy", "read = state", "bf16 copy"),
+    "the copy of the old state": (
+        "rewrite",
+        "factors, thread, self.dual)",
+        "factors, thread, False)",
+        "f8 copy, two tiles",
+    ),
+    "steps read the checkpoint": ("step", "if tensors.copy is None else tensors.copy", "", "bf16 copy"),
     "weights of one term": (
         "tokens",
         "sums[tile][n] = mma_tf32(sums[tile][n], a_frag, low)",

@@ -180,9 +180,9 @@ def test_the_state_lies_where_mma_and_flush_look_for_it(kind: str, d_state: int,
     problem = dataclasses.replace(SUPER, head_dim=head_dim, d_state=d_state, state_dtype=kind)
     kernel = BLACKWELL.module("sm100/step").Sm100StepKernel(problem, Sm100Config.of(problem))
     spec, size = kernel.spec, problem.state_bytes
-    composed = kernel.staged_layout()
-    assert composed.outer.shape[:4] == kernel.box()
-    column, p, head, block = np.meshgrid(*(np.arange(n) for n in kernel.box()), indexing="ij")
+    composed = kernel.copies.staged_layout()
+    assert composed.outer.shape[:4] == kernel.copies.box()
+    column, p, head, block = np.meshgrid(*(np.arange(n) for n in kernel.copies.box()), indexing="ij")
     at = sum(i * s for i, s in zip((column, p, head, block), composed.outer.stride, strict=False))
     places = swizzled(at * size, (3, 4, 3))  # of element (column, p, head, block)
     assert len(np.unique(places)) == places.size and places.max() + size == spec.shared.stage_bytes

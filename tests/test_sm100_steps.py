@@ -26,7 +26,7 @@ from replayssm_cute.sm100 import COLUMNS, ROWS, Sm100Config, covers, uncovered
 def check_tensor_memory(run: BlackwellRun, cta: BlackwellCta, rows: Rows) -> None:
     """Every sum of a turn is read once, by the warp that owns its row; padding rows allocate nothing."""
     spec = run.kernel.spec
-    row, _, _, count = run.kernel.place(cta.block, len(rows.slots))
+    row, _, _, count = run.kernel.grid.place(cta.block, len(rows.slots))
     if rows.slots[row] is None:
         assert cta.tensor.base < 0 and not cta.tensor.reads.any()
         return
@@ -41,7 +41,7 @@ def check_tensor_memory(run: BlackwellRun, cta: BlackwellCta, rows: Rows) -> Non
 def check_state_and_operand(run: BlackwellRun, cta: BlackwellCta, rows: Rows) -> None:
     """The state arrives once a turn, C is staged once, a row that flushes reads its state once more."""
     spec, config, p, shared = run.kernel.spec, run.config, run.problem, cta.shared
-    row, _, _, count = run.kernel.place(cta.block, len(rows.slots))
+    row, _, _, count = run.kernel.grid.place(cta.block, len(rows.slots))
     if rows.slots[row] is None:
         return
     turns = count // config.parallel_heads
@@ -128,86 +128,96 @@ SLIPS = {
     "a first MMA that adds": ("step", "operands.shape, step > 0", "operands.shape, True", "adds to sums"),
     "no wait for the sums": (
         "step",
-        "                    cute.arch.mbarrier_wait(done + i, 0)\n                    self.take",
-        "                    self.take",
+        "            cute.arch.mbarrier_wait(barriers.done + i, 0)\n            self.take",
+        "            self.take",
         "under way|no MMA|not awaited|agents",
     ),
     "no wait for the state": (
         "step",
-        "cute.arch.mbarrier_wait(full + stage, phase)\n                    self.start",
+        "cute.arch.mbarrier_wait(barriers.full + stage, phase)\n                self.start",
         "self.start",
         "on its way",
     ),
     "a flush before the MMAs are done": (
         "step",
-        "                        cute.arch.mbarrier_wait(done, 0)  # results replace what the MMAs read\n",
+        "                cute.arch.mbarrier_wait(barriers.done, 0)  # results replace what the MMAs read\n",
         "",
         "an MMA may read it",
     ),
     "a stage filled while MMAs read it": (
         "step",
-        "                            cute.arch.mbarrier_wait(done + i, 0)\n",
+        "                            cute.arch.mbarrier_wait(barriers.done + i, 0)\n",
         "                            pass\n",
         "while an MMA may read it",
     ),
     "a stage filled before it was flushed": (
         "step",
-        "cute.arch.mbarrier_wait(empty + stage, phase)",
-        "cute.arch.mbarrier_wait(done + i, 0)",
+        "cute.arch.mbarrier_wait(barriers.empty + stage, phase)",
+        "cute.arch.mbarrier_wait(barriers.done + i, 0)",
         "while others may read it|while an MMA|on its way|error",
     ),
     "C without a fence": (
         "step",
-        "raw, c_words)\n                fence_writes()\n",
-        "raw, c_words)\n",
+        "inputs.c)\n        fence_writes()\n",
+        "inputs.c)\n",
         "without a fence",
     ),
     "flushed rows without a fence": (
         "step",
-        "                                fence_writes()\n",
+        "                        fence_writes()\n",
         "",
         "over unfenced words",
     ),
     "tensor memory freed before it was read": (
         "step",
-        "                cute.arch.mbarrier_wait(read, 0)\n",
+        "            cute.arch.mbarrier_wait(barriers.read, 0)\n",
         "",
         "released",
     ),
     "dependents before the allocation": (
         "step",
-        "griddepcontrol_wait()\n            c_words =",
-        "griddepcontrol_wait()\n                cute.arch.griddepcontrol_launch_dependents()\n            c_words =",
+        "griddepcontrol_wait()\n        inputs =",
+        "griddepcontrol_wait()\n            cute.arch.griddepcontrol_launch_dependents()\n        inputs =",
         "allocated when dependents may hold",
     ),
     "no wait for the predecessor": (
         "step",
-        "                cute.arch.griddepcontrol_wait()\n            c_words =",
-        "                pass\n            c_words =",
+        "            cute.arch.griddepcontrol_wait()\n        inputs =",
+        "            pass\n        inputs =",
         "still be writing",
     ),
-    "tensor memory never freed": ("step", "                release(base, tensor.columns)\n", "", "allocated"),
+    "tensor memory never freed": ("step", "            release(base, tensor.columns)\n", "", "allocated"),
     "tensor memory of padding rows": (
         "step",
-        "            if live:\n                for stage in cutlass.range_constexpr(config.stages):\n",
-        "            if not live:\n"
-        "                allocate(address + tensor.base, 32)\n"
-        "            if live:\n"
-        "                for stage in cutlass.range_constexpr(config.stages):\n",
+        "        if live:\n            for stage in cutlass.range_constexpr(config.stages):\n",
+        "        if not live:\n"
+        "            allocate(address + tensor.base, 32)\n"
+        "        if live:\n"
+        "            for stage in cutlass.range_constexpr(config.stages):\n",
         "ended with tensor memory allocated",
     ),
-    "an arrival too few": ("step", "mbarrier_init(read, spec.warps)", "mbarrier_init(read, spec.warps + 1)", "hangs"),
-    "an arrival too many": ("step", "mbarrier_init(done + turn, 1)", "mbarrier_init(done + turn, 2)", "hangs"),
-    "bytes too few": (
+    "an arrival too few": (
         "step",
-        "self.spec.shared.stage_bytes)\n        cute.copy",
-        "4096)\n        cute.copy",
+        "mbarrier_init(barriers.read, spec.warps)",
+        "mbarrier_init(barriers.read, spec.warps + 1)",
+        "hangs",
+    ),
+    "an arrival too many": (
+        "step",
+        "mbarrier_init(barriers.done + turn, 1)",
+        "mbarrier_init(barriers.done + turn, 2)",
+        "hangs",
+    ),
+    "bytes too few": (
+        "state_copies",
+        "expect_tx(full + stage, self.spec.shared.stage_bytes)",
+        "expect_tx(full + stage, 4096)",
         "hangs|on its way",
     ),
     "a barrier without the issuer": (
         "step",
-        "            if live:\n                cute.arch.sync_threads()\n",
-        "            if live:\n                cute.arch.sync_warp()\n",
+        "        if live:\n            cute.arch.sync_threads()\n",
+        "        if live:\n            cute.arch.sync_warp()\n",
         "no barrier after the write|hangs",
     ),
     "heads exchanged": (
@@ -217,12 +227,12 @@ SLIPS = {
         "beyond its tensor|state",
     ),
     "a state row's wrong place": (
-        "step",
-        "(warp * self.spec.warp_rows + tile * P_TILE) * 128",
-        "(warp * self.spec.warp_rows + (1 - tile) * P_TILE) * 128",
+        "write_back",
+        "(thread.warp * spec.warp_rows + tile * P_TILE) * 128",
+        "(thread.warp * spec.warp_rows + (1 - tile) * P_TILE) * 128",
         "error|read",
     ),
-    "x without its barrier": ("tokens", "exists = position < pnat", "exists = position <= pnat", "x_cache"),
+    "x without its barrier": ("tokens", "exists = position < row.pnat", "exists = position <= row.pnat", "x_cache"),
 }
 OF_BF16 = {"C of f16 for bf16"}
 BEHIND_ANOTHER = {"dependents before the allocation", "no wait for the predecessor"}

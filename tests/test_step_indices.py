@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def check_shared(run: Run, cta: Cta, rows: Rows) -> None:
     """Every word of shared memory is written and read as often as it should be."""
     spec, config, p = run.kernel.spec, run.config, run.problem
     at, shared = spec.shared, cta.shared
-    row, _, _, count = run.kernel.place(cta.block, len(rows.slots))
+    row, _, _, count = run.kernel.grid.place(cta.block, len(rows.slots))
     if rows.slots[row] is None:
         return
     turns = count // config.parallel_heads
@@ -165,11 +166,11 @@ CONFLICT = "bank conflict in ldmatrix"
 SLIPS = {
     "x rows without the swap": ("tokens", "(half ^ ((row // 4) % 2))", "half", CONFLICT),
     "a state row's wrong chunk": ("state_tile", "((side ^ (row % 8)) * 16)", "(side * 16)", CONFLICT),
-    "one live row too many": ("spec", "        return position < pnat", "        return position <= pnat", "error inf"),
-    "dead rows copied": ("tokens", "exists = position < pnat", "exists = position <= pnat", "x_cache"),
+    "one live row too many": ("spec", "return position < row.pnat", "return position <= row.pnat", "error inf"),
+    "dead rows copied": ("tokens", "exists = position < row.pnat", "exists = position <= row.pnat", "x_cache"),
     "no wait for x": ("tokens", "        cute.arch.cp_async_wait_group(0)\n", "", "a copy to it is on its way"),
     "flushed rows stored without a fence": (
-        "step",
+        "state_copies",
         '        cute.arch.fence_proxy("async.shared", space="cta")\n',
         "",
         "stored without a fence",
@@ -182,15 +183,15 @@ SLIPS = {
     ),
     "an end before what is stored was read": (
         "step",
-        "                cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared",
-        "                pass  # shared",
+        "            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared",
+        "            pass  # shared",
         "ended while its stores",
     ),
     "a total decay of the wrong lane": ("decay", "(inclusive, SEGMENT - 1)", "(inclusive, SEGMENT)", "error"),
-    "another stage stored": ("step", "stored[None, warp, stage]", "stored[None, warp, 1 - stage]", "error|on its"),
+    "another stage stored": ("state_copies", "warp, turn.stage]", "warp, 1 - turn.stage]", "error|on its"),
     "outputs of a neighbour": ("tokens", "side + g - odd", "side + g", "promised to be a multiple of 2"),
     "a row beyond the ring": ("spec", "index >= rows", "index > rows", "shape"),
-    "B appended by every split": ("step", "& (split == 0)", "& (split >= 0)", "B_cache"),
+    "B appended by every split": ("phases", "& (share.rows.split == 0)", "& (share.rows.split >= 0)", "B_cache"),
 }  # fmt: skip
 ONE_STAGE = {"a stage filled while it is stored"}
 
@@ -242,12 +243,24 @@ def test_ragged_rows(name: str) -> None:
 
 
 RAGGED_SLIPS = {
-    "every row as long as the longest": ("spec", "Int32(cu_seqlens[row + 1]) - first", "self.problem.tokens"),
-    "a flush by the longest row": ("step", "0), length, p.window)", "0), p.tokens, p.window)"),
-    "tokens beyond a row appended": ("tokens", "            if token < length:", "            if token <= length:"),
-    "rows of no tokens at work": ("step", "works & (length > 0)", "works & (length >= 0)"),
-    "a tail from the first token on": ("step", "Int32(cu_seqlens[batch]), new[3]", "Int32(cu_seqlens[0]), new[3]"),
-    "a tail that ends early": ("step", "Int32(cu_seqlens[batch]), new[3]", "Int32(cu_seqlens[batch]) + 1, new[3]"),
+    "every row as long as the longest": ("spec", "Int32(tensors.cu_seqlens[row + 1]) - first", "self.problem.tokens"),
+    "a flush by the longest row": ("phases", "0), row.new.length, ", "0), self.spec.problem.tokens, "),
+    "tokens beyond a row appended": (
+        "tokens",
+        "(token < row.new.length):\n                at =",
+        "(token <= row.new.length):\n                at =",
+    ),
+    "rows of no tokens at work": ("phases", "works & (new.length > 0)", "works & (new.length >= 0)"),
+    "a tail from the first token on": (
+        "tokens",
+        "Int32(tensors.cu_seqlens[batch]) + number",
+        "Int32(tensors.cu_seqlens[0]) + number",
+    ),
+    "a tail that ends early": (
+        "tokens",
+        "Int32(tensors.cu_seqlens[batch]) + number",
+        "Int32(tensors.cu_seqlens[batch]) + 1 + number",
+    ),
 }
 
 
@@ -267,10 +280,11 @@ def test_liveness_and_rows_for_every_cursor(tokens: int, window: int) -> None:
     for mode in ("live", "whole"):
         spec = StepKernel(problem, TileConfig(ring=mode)).spec
         for start, pnat in itertools.product(range(problem.ring_rows), range(window + 1)):
-            live = [j for j in range(spec.ring_positions) if spec.is_live(start, pnat, j)]
-            read = [spec.read_row(start, pnat, j) for j in live]
+            row = SimpleNamespace(start=start, pnat=pnat)
+            live = [j for j in range(spec.ring_positions) if spec.is_live(row, j)]
+            read = [spec.read_row(row, j) for j in live]
             assert sorted(read) == sorted((start + j) % problem.ring_rows for j in range(pnat))
-            assert all(0 <= spec.read_row(start, pnat, j) < problem.ring_rows for j in range(spec.ring_positions))
+            assert all(0 <= spec.read_row(row, j) < problem.ring_rows for j in range(spec.ring_positions))
 
 
 @pytest.mark.parametrize("tail", [0, 1, 3, 100])
@@ -282,11 +296,11 @@ def test_every_head_of_every_row_has_its_ctas(heads: int, per_cta: int, split: i
     config = TileConfig(per_cta, head_split=split, tail_rows=tail if per_cta > 1 else 0, parallel_heads=parallel)
     kernel = StepKernel(problem, config)
     for batch in (1, 2, 3, 4, 7, 101):
-        size = kernel.grid_size(batch)
+        size = kernel.grid.size(batch)
         assert size == config.ctas(problem, batch)
         seen = collections.Counter(
             (row, part, head + i)
-            for row, part, head, count in (kernel.place(block, batch) for block in range(size))
+            for row, part, head, count in (kernel.grid.place(block, batch) for block in range(size))
             for i in range(count)
         )
         assert seen == collections.Counter(itertools.product(range(batch), range(split), range(heads)))

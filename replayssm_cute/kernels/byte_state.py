@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from .bundles import Thread
 from .convert import decode_bytes
 from .primitives import load_matrices, load_words, mma_16bit, store_words
 from .readout_c import ReadoutC
@@ -72,11 +73,11 @@ class ByteStateTile(StateTile):
                         chain[which] = mma_16bit(spec.io_kind, chain[which], a_frag, operands[n][which])
         return [[[a + b for a, b in zip(*chain, strict=True)] for chain in tile] for tile in chains]
 
-    def chunks(self, tile, block, side, g, t):
+    def chunks(self, tile, block, side, thread: Thread):
         """This lane's two units of row g + 8 side, as words: 16-byte chunks 2t and 2t + 1, or the halves of chunk t."""
         if self.spec.block == 128:
-            return super().chunks(tile, block, side, g, t)
-        at = (g + 8 * side) * 16 + (t ^ self._swizzle(g)) * 4
+            return super().chunks(tile, block, side, thread)
+        at = (thread.g + 8 * side) * 16 + (thread.t ^ self._swizzle(thread.g)) * 4
         words = load_words(tile + cute.assume(at, divby=4), 4)
         return [words[:2], words[2:]]
 

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .bundles import NewTokens, Row, Share, Shared, Tensors, Thread
 from .spec import StepSpec
 
 SEGMENT = 16  # lanes 0..15 scan the ring, lanes 16..31 the new tokens: W <= 16 and T <= 16, see decay_long
@@ -44,12 +45,12 @@ class Decay:
         self.spec = spec
         self.gain = TRUNCATION_GAIN if spec.state_kind == "f32" and not spec.highest else 1.0
 
-    def load_new(self, dt, a, dt_bias, d, new, head, lane):
+    def load_new(self, tensors: Tensors, new: NewTokens, head, thread: Thread):
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""
-        skip = Float32(0.0) if d is None else Float32(d[head, 0])
-        bias = None if dt_bias is None else Float32(dt_bias[head, 0])
-        outer, index = self.spec.new_token(new, lane % SEGMENT)
-        return Float32(dt[outer, index, head, 0]), Float32(a[head, 0, 0]), skip, bias
+        skip = Float32(0.0) if tensors.d is None else Float32(tensors.d[head, 0])
+        bias = None if tensors.dt_bias is None else Float32(tensors.dt_bias[head, 0])
+        outer, index = self.spec.new_token(new, thread.lane % SEGMENT)
+        return Float32(tensors.dt[outer, index, head, 0]), Float32(tensors.a[head, 0, 0]), skip, bias
 
     def processed(self, dt, bias):
         """dt as the recurrence takes it: with its bias, through softplus where the problem says so."""
@@ -61,34 +62,37 @@ class Decay:
         bounded = cutlass.min(dt, Float32(20.0))
         return Float32(cutlass.select_(dt > 20.0, dt, cute.math.log1p(cute.math.exp(bounded))))
 
-    def load_ring(self, dt_cache, slot, head, start, pnat, lane):
+    def load_ring(self, tensors: Tensors, row: Row, head, thread: Thread):
         """What a head's vectors need of the ring: dt of this lane's live row, or in "whole" mode of ring row `lane`."""
         if self.spec.whole:
-            return Float32(dt_cache[slot, head, cutlass.min(lane, self.spec.problem.ring_rows - 1)])
-        return Float32(dt_cache[slot, head, self.spec.read_row(start, pnat, SEGMENT - 1 - lane % SEGMENT)])
+            position = cutlass.min(thread.lane, self.spec.problem.ring_rows - 1)
+        else:
+            position = self.spec.read_row(row, SEGMENT - 1 - thread.lane % SEGMENT)
+        return Float32(tensors.dt_cache[row.slot, head, position])
 
     @cute.jit
     def make_vectors(
-        self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, length, split, lane
+        self, tensors: Tensors, shared: Shared, index, head, new_values, ring_dt, row: Row, share: Share, thread: Thread
     ):
         """One head's vectors, by one warp; appends the new tokens' dt to the ring.
 
         The ring half runs from the newest row to the oldest, so that the sum over later rows is a prefix sum too:
         no decay is a difference of two long sums.
         """
-        at = Vectors(self.spec, head_index)
+        at = Vectors(self.spec, index)
+        vectors, lane, length = shared.vectors, thread.lane, row.new.length
         place = lane % SEGMENT
         is_new = lane >= SEGMENT
         j = SEGMENT - 1 - place
         old_dt = ring_dt
         if cutlass.const_expr(self.spec.whole):
-            mine = self.spec.ring_row(start, cutlass.min(j, self.spec.problem.ring_rows - 1))
+            mine = self.spec.ring_row(row.start, cutlass.min(j, self.spec.problem.ring_rows - 1))
             old_dt = cute.arch.shuffle_sync(ring_dt, mine)
         new_dt, rate, skip, bias = new_values
         new_dt = self.processed(new_dt, bias)
         # a dead row's dt may be NaN: select, never multiply
         step = Float32(cutlass.select_(is_new, new_dt, old_dt))
-        counts = ((lane < SEGMENT) & (j < pnat)) | (is_new & (place < length))
+        counts = ((lane < SEGMENT) & (j < row.pnat)) | (is_new & (place < length))
         step = Float32(cutlass.select_(counts, step, Float32(0.0)))
         log_decay = rate * step
         inclusive = log_decay
@@ -102,12 +106,12 @@ class Decay:
         weight = decayed * step
         total = cute.math.exp(cute.arch.shuffle_sync(inclusive, SEGMENT - 1))
         if cutlass.const_expr(self.spec.whole):
-            age = lane - start
+            age = lane - row.start
             age = Int32(cutlass.select_(age < 0, age + self.spec.problem.ring_rows, age))
             weight_by_row = cute.arch.shuffle_sync(weight, (SEGMENT - 1 - age) & (SEGMENT - 1))
             if lane < self.spec.ring_positions:
                 vectors[at.weights + lane] = Float32(
-                    cutlass.select_(self.spec.is_live(start, pnat, lane), weight_by_row, Float32(0.0))
+                    cutlass.select_(self.spec.is_live(row, lane), weight_by_row, Float32(0.0))
                 )
         if is_new:
             if place < self.spec.tokens_pad:
@@ -115,8 +119,8 @@ class Decay:
                 vectors[at.factors + place] = decayed * total * Float32(self.gain)
                 vectors[at.dt + place] = step
                 vectors[at.log_decay + place] = log_decay
-            if (place < length) & (split == 0):
-                dt_cache[slot, head, self.spec.ring_row(start, pnat + place)] = step
+            if (place < length) & (share.rows.split == 0):
+                tensors.dt_cache[row.slot, head, self.spec.ring_row(row.start, row.pnat + place)] = step
         else:
             if (j < self.spec.ring_positions) & cutlass.const_expr(not self.spec.whole):
                 vectors[at.weights + j] = weight

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ..config import WARP
+from .bundles import NewTokens, Row, Share, Shared, Tensors, Thread
 from .decay import Decay, Vectors
 from .spec import StepSpec
 
@@ -22,17 +23,17 @@ class LongDecay(Decay):
         """The live row that a lane scans in a chunk: from the newest to the oldest."""
         return WARP * self.chunks - 1 - (WARP * chunk + lane)
 
-    def load_new(self, dt, a, dt_bias, d, new, head, lane):
+    def load_new(self, tensors: Tensors, new: NewTokens, head, thread: Thread):
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""
-        skip = Float32(0.0) if d is None else Float32(d[head, 0])
-        bias = None if dt_bias is None else Float32(dt_bias[head, 0])
-        outer, index = self.spec.new_token(new, lane)
-        return Float32(dt[outer, index, head, 0]), Float32(a[head, 0, 0]), skip, bias
+        skip = Float32(0.0) if tensors.d is None else Float32(tensors.d[head, 0])
+        bias = None if tensors.dt_bias is None else Float32(tensors.dt_bias[head, 0])
+        outer, index = self.spec.new_token(new, thread.lane)
+        return Float32(tensors.dt[outer, index, head, 0]), Float32(tensors.a[head, 0, 0]), skip, bias
 
-    def load_ring(self, dt_cache, slot, head, start, pnat, lane):
+    def load_ring(self, tensors: Tensors, row: Row, head, thread: Thread):
         """What a head's vectors need of the ring: dt of this lane's row of each chunk."""
         return [
-            Float32(dt_cache[slot, head, self.spec.read_row(start, pnat, self._position(chunk, lane))])
+            Float32(tensors.dt_cache[row.slot, head, self.spec.read_row(row, self._position(chunk, thread.lane))])
             for chunk in range(self.chunks)
         ]
 
@@ -45,16 +46,17 @@ class LongDecay(Decay):
 
     @cute.jit
     def make_vectors(
-        self, dt_cache, new_values, ring_dt, vectors, head_index, slot, head, start, pnat, length, split, lane
+        self, tensors: Tensors, shared: Shared, index, head, new_values, ring_dt, row: Row, share: Share, thread: Thread
     ):
         """One head's vectors, by one warp; appends the new tokens' dt to the ring. Sums run as in `Decay`."""
-        at = Vectors(self.spec, head_index)
+        at = Vectors(self.spec, index)
+        vectors, lane, length = shared.vectors, thread.lane, row.new.length
         new_dt, rate, skip, bias = new_values
         later = Float32(0.0)  # A·dt of all rows newer than the chunk
         for chunk in cutlass.range_constexpr(self.chunks):
             j = self._position(chunk, lane)
             # a dead row's dt may be NaN: select, never multiply
-            step = Float32(cutlass.select_(j < pnat, ring_dt[chunk], Float32(0.0)))
+            step = Float32(cutlass.select_(j < row.pnat, ring_dt[chunk], Float32(0.0)))
             inclusive = self._scan(rate * step, lane)
             before = cute.arch.shuffle_sync_up(inclusive, 1, mask_and_clamp=0)
             newer = later + Float32(cutlass.select_(lane == 0, Float32(0.0), before))
@@ -70,8 +72,8 @@ class LongDecay(Decay):
             vectors[at.factors + lane] = decayed * total * Float32(self.gain)
             vectors[at.dt + lane] = token_dt
             vectors[at.log_decay + lane] = log_decay
-        if (lane < length) & (split == 0):
-            dt_cache[slot, head, self.spec.ring_row(start, pnat + lane)] = token_dt
+        if (lane < length) & (share.rows.split == 0):
+            tensors.dt_cache[row.slot, head, self.spec.ring_row(row.start, row.pnat + lane)] = token_dt
         if lane == 0:
             vectors[at.total] = total
             vectors[at.skip] = skip

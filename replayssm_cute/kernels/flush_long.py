@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
 from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, to_tf32
 from .spec import StepSpec
@@ -25,19 +26,22 @@ class LongFlush:
         self.low_terms = low_terms  # without them the added terms have tf32's 11 bits
 
     @cute.jit
-    def add_rows(self, results, b_cache, vectors, at, address, first, slot, group, column, start, pnat, lane):
+    def add_rows(self, results, tensors: Tensors, shared: Shared, at, inputs, first, column, row: Row, thread: Thread):
         """Add (w_j x_j) (outer) B_j of the 16 positions from `first` to a part's accumulators."""
-        g, t = lane // 4, lane % 4
-        words = load_matrices(address + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
+        lane, t = thread.lane, thread.t
+        words = load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
         positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
-        rows = [self.spec.read_row(start, pnat, position) for position in positions]
+        rows = [self.spec.read_row(row, position) for position in positions]
         b_words = [
-            load_words(self.spec.pointer(b_cache, slot, (group, ring), column + g * self.unit, PART), PART // 2)
+            load_words(
+                self.spec.pointer(tensors.b_cache, row.slot, (row.group, ring), column + thread.g * self.unit, PART),
+                PART // 2,
+            )
             for ring in rows
         ]
         for step in cutlass.range_constexpr(2):
             values = x_fragment(words[2 * step : 2 * step + 2], self.spec)
-            weights = [vectors[at.weights + positions[2 * step + half]] for half in range(2)]
+            weights = [shared.vectors[at.weights + positions[2 * step + half]] for half in range(2)]
             scaled = [v * weights[k // 2] for k, v in enumerate(values)]
             high = [to_tf32(v) for v in scaled]
             low = [to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)]
@@ -50,14 +54,13 @@ class LongFlush:
                         results[4 * e + k] = sums[k]
 
     @cute.jit
-    def flush(self, b_cache, vectors, tile, address, head_index, slot, group, start, pnat, lane):
-        """Turn a tile into the logical state, as `StateTile.flush` does; `address` is that of the tile's inputs."""
-        g, t = lane // 4, lane % 4
-        at = Vectors(self.spec, head_index)
-        total = vectors[at.total]
+    def flush(self, tensors: Tensors, shared: Shared, tile, inputs, index, row: Row, thread: Thread):
+        """Turn a tile into the logical state, as `StateTile.flush` does; `inputs` is the address of its inputs."""
+        at = Vectors(self.spec, index)
+        total = shared.vectors[at.total]
         parts = self.state_tile.parts
         for block in cutlass.range(self.spec.blocks, unroll=1):
-            chunks = [self.state_tile.chunks(tile, block, side, g, t) for side in range(2)]
+            chunks = [self.state_tile.chunks(tile, block, side, thread) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
             for part in cutlass.range_constexpr(parts):
                 words = 4 // parts  # of a chunk
@@ -68,12 +71,10 @@ class LongFlush:
                         for e in cutlass.range_constexpr(PART):
                             results[4 * e + 2 * side + which] = olds[e] * total
                 column = block * self.spec.block + part * PART
-                for rows in cutlass.range((pnat + (ROWS - 1)) // ROWS, unroll=1):
-                    self.add_rows(
-                        results, b_cache, vectors, at, address, rows * ROWS, slot, group, column, start, pnat, lane
-                    )
+                for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
+                    self.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
                         new = [results[4 * e + 2 * side + which] for e in range(PART)]
                         done[side][which] += repack(new, self.spec)
-            self.state_tile.put(tile, block, done, g, t)
+            self.state_tile.put(tile, block, done, thread)

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .bundles import Row, Shared, Tensors, Thread
 from .primitives import load_words, mma_16bit, store_words
 from .readout_c import ReadoutC
 from .spec import StepSpec
@@ -24,30 +25,31 @@ class Products:
         self.readout_c = readout_c
         self.columns = spec.units // spec.shared.slices  # 32-column units of a warp's slice
 
-    def _column(self, warp: Int32, step: int, t: Int32) -> Int32:
+    def _column(self, thread: Thread, step: int) -> Int32:
         """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice.
 
         Warps left over read what the last slice reads: within the row, and from L1.
         """
         shared = self.spec.shared
-        mine = cutlass.min(warp // shared.tile_warps, shared.slices - 1)
-        return (mine + step * shared.slices) * 32 + 8 * t
+        mine = cutlass.min(thread.warp // shared.tile_warps, shared.slices - 1)
+        return (mine + step * shared.slices) * 32 + 8 * thread.t
 
     @cute.jit
-    def load_rows(self, held, b_cache, b, new, slot, group, start, pnat, tile, warp, g, t):
+    def load_rows(self, held, tensors: Tensors, row: Row, tile, thread: Thread):
         """Ask for B of a warp's tile, position g of each of its halves; `tile` is the same in all lanes."""
         for half in cutlass.range_constexpr(2):
             unit = 2 * tile + half
             at = half * 4 * self.columns
             if unit < self.spec.ring_steps:
-                ring = self.spec.read_row(start, pnat, g + 8 * unit)
+                ring = self.spec.read_row(row, thread.g + 8 * unit)
                 for k in cutlass.range_constexpr(self.columns):
-                    pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)
+                    where = (row.group, ring)
+                    pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
                     self._hold(held, at + 4 * k, load_words(pointer, 4))
             elif unit < self.spec.steps:
-                outer, index = self.spec.new_token(new, g + 8 * (unit - self.spec.ring_steps))
+                outer, index = self.spec.new_token(row.new, thread.g + 8 * (unit - self.spec.ring_steps))
                 for k in cutlass.range_constexpr(self.columns):
-                    pointer = self.spec.pointer(b, outer, (index, group), self._column(warp, k, t), 8)
+                    pointer = self.spec.pointer(tensors.b, outer, (index, row.group), self._column(thread, k), 8)
                     self._hold(held, at + 4 * k, load_words(pointer, 4))
 
     def _hold(self, held, at, words):
@@ -62,16 +64,17 @@ class Products:
         return held
 
     @cute.jit
-    def partial_sums(self, held, raw, products, b_cache, slot, group, start, pnat, length, appends, tile, warp, g, t):
+    def partial_sums(self, held, tensors: Tensors, shared: Shared, row: Row, appends, tile, thread: Thread):
         """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows."""
-        slice_index = warp // self.spec.shared.tile_warps
+        g, t = thread.g, thread.t
+        slice_index = thread.warp // self.spec.shared.tile_warps
         if slice_index < self.spec.shared.slices:
             # two chains of accumulation, as in the read-out
             chains = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(self.spec.token_tiles)]
             for k in cutlass.range_constexpr(self.columns):
                 halves = [[held[half * 4 * self.columns + 4 * k + e] for e in range(4)] for half in range(2)]
                 for n in cutlass.range_constexpr(self.spec.token_tiles):
-                    c_words = self.readout_c.piece(raw, 8 * n + g, self._column(warp, k, t))
+                    c_words = self.readout_c.piece(shared.raw, 8 * n + g, self._column(thread, k))
                     for q in cutlass.range_constexpr(2):
                         a_frag = tuple(halves[half][2 * q + e] for e in range(2) for half in range(2))
                         b_frag = (c_words[2 * q], c_words[2 * q + 1])
@@ -86,13 +89,14 @@ class Products:
                         + 2 * t
                     )
                     for n in cutlass.range_constexpr(self.spec.token_tiles):
-                        products[at + 8 * n] = sums[n][2 * half]
-                        products[at + 8 * n + 1] = sums[n][2 * half + 1]
+                        shared.products[at + 8 * n] = sums[n][2 * half]
+                        shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
                 token = g + 8 * (unit - self.spec.ring_steps)
-                if appends & (token >= 0) & (token < length) & (unit >= self.spec.ring_steps):
-                    ring = self.spec.ring_row(start, pnat + token)
+                if appends & (token >= 0) & (token < row.new.length) & (unit >= self.spec.ring_steps):
+                    ring = self.spec.ring_row(row.start, row.pnat + token)
                     for k in cutlass.range_constexpr(self.columns):
-                        pointer = self.spec.pointer(b_cache, slot, (group, ring), self._column(warp, k, t), 8)
+                        where = (row.group, ring)
+                        pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
                         store_words(pointer, [held[half * 4 * self.columns + 4 * k + e] for e in range(4)])
 
     def dot(self, products, position, token):

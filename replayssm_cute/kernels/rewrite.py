@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..rounding import GROUP, LIMIT, TINY
+from .bundles import Row, Share, Shared, Tensors, Thread, Turn
 from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox, prefetch_row
 from .decay import Vectors
 from .flush_long import ROWS, LongFlush
@@ -39,14 +40,12 @@ class Rewrite:
         self.rows = LongFlush(spec, state_tile, self.unit, low_terms=self.dual or p.state_dtype == "f16")
 
     @cute.jit
-    def flush(
-        self, state, copy, scale, seed, b_cache, vectors, tile, address, head_index, slot, group, head, p0, start, pnat,
-        lane,
-    ):  # fmt: skip
-        """Write a tile of the logical state back; `tile` is what was read, in shared memory, `address` its inputs."""
-        g, t = lane // 4, lane % 4
-        at = Vectors(self.spec, head_index)
-        total = vectors[at.total]
+    def flush(self, tensors: Tensors, shared: Shared, tile, inputs, turn: Turn, p0, row: Row, thread: Thread):
+        """Write a tile of the logical state back; `tile` is what was read, in shared memory, `inputs` its inputs."""
+        state, scale, seed = tensors.state, tensors.scale, tensors.seed
+        slot, head, g, t = row.slot, turn.head, thread.g, thread.t
+        at = Vectors(self.spec, turn.index)
+        total = shared.vectors[at.total]
         factors = [total] * 2
         if cutlass.const_expr(self.scaled and not self.dual):
             factors = [total * Float32(scale[slot, head, p0 + 8 * side + g]) for side in range(2)]
@@ -55,15 +54,15 @@ class Rewrite:
             key = load_words(seed[(None,)].iterator, 2)
         top = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         top[0], top[1] = Float32(0.0), Float32(0.0)
-        where = (slot, head, p0 + g, g)
-        target = copy if cutlass.const_expr(self.dual) else state
+        where = (slot, head, p0 + g)
+        target = tensors.copy if cutlass.const_expr(self.dual) else state
 
         for block in cutlass.range(self.blocks, unroll=1):
             done = [[[] for _ in range(2)] for _ in range(2)]
             random = self._no_words()
             for part in cutlass.range_constexpr(self.parts):
-                results = self._old(state, tile, where, block, part, factors, t)
-                self._add(results, b_cache, vectors, at, address, slot, group, block, part, start, pnat, lane)
+                results = self._old(state, tile, where, block, part, factors, thread)
+                self._add(results, tensors, shared, at, inputs, block, part, row, thread)
                 if cutlass.const_expr(self.scaled):
                     for k in cutlass.range_constexpr(4 * PART):
                         top[k % 4 // 2] = max_abs(top[k % 4 // 2], results[k])
@@ -91,43 +90,43 @@ class Rewrite:
                 coded = [[[] for _ in range(2)] for _ in range(2)]
                 random_words = self._no_words()
                 for part in cutlass.range_constexpr(self.parts):
-                    again = self._old(state, tile, where, block, part, factors, t, self.dual)
+                    again = self._old(state, tile, where, block, part, factors, thread, self.dual)
                     if cutlass.const_expr(not self.dual):  # the checkpoint has the sums already
-                        self._add(again, b_cache, vectors, at, address, slot, group, block, part, start, pnat, lane)
+                        self._add(again, tensors, shared, at, inputs, block, part, row, thread)
                     self._round(coded, random_words, again, inverse, key, where, block, part, t)
                 self._store(target, coded, where, block, t)
 
     @cute.jit
-    def prefetch(self, state, slot, first, turns, p0, lane):
+    def prefetch(self, tensors: Tensors, row: Row, share: Share, thread: Thread):
         """Ask for an f32 checkpoint's rows of all of a warp's heads: sent as soon as a flush is known of."""
-        for i in cutlass.range(turns, unroll=1):
-            head = first + i * self.spec.config.parallel_heads
+        for i in cutlass.range(share.turns, unroll=1):
+            head = share.first + i * self.spec.config.parallel_heads
             for tile in cutlass.range_constexpr(self.spec.tiles):
-                if lane < P_TILE:
-                    row = self.spec.pointer(state, slot, (head, p0 + P_TILE * tile + lane), 0, PART)
-                    prefetch_row(row.toint(), 4 * self.spec.problem.d_state)
+                if thread.lane < P_TILE:
+                    p = share.rows.p0 + P_TILE * tile + thread.lane
+                    pointer = self.spec.pointer(tensors.state, row.slot, (head, p), 0, PART)
+                    prefetch_row(pointer.toint(), 4 * self.spec.problem.d_state)
 
     def _column(self, block, which, t):
         return block * self.block + (2 * t + which) * self.unit
 
     def _place(self, tensor, where, side, block, which, part, t):
         """Where a part of this lane's columns lies in a cache."""
-        slot, head, p, _ = where
+        slot, head, p = where
         column = self._column(block, which, t) + part * PART
         return self.spec.pointer(tensor, slot, (head, p + 8 * side), column, PART)
 
     def _values(self, results, side, which):
         return [results[4 * e + 2 * side + which] for e in range(PART)]
 
-    def _old(self, state, tile, where, block, part, factors, t, finished=False):
+    def _old(self, state, tile, where, block, part, factors, thread, finished=False):
         """A part of the decayed state, as accumulators; `finished` reads what has been written, as it is."""
         results = cute.make_rmem_tensor(cute.make_layout(4 * PART), Float32)
-        g = where[3]
         for side in range(2):
-            chunks = [] if self.dual else self.state_tile.chunks(tile, block, side, g, t)
+            chunks = [] if self.dual else self.state_tile.chunks(tile, block, side, thread)
             for which in range(2):
                 if self.dual:
-                    words = load_words(self._place(state, where, side, block, which, part, t), PART)
+                    words = load_words(self._place(state, where, side, block, which, part, thread.t), PART)
                     olds = [as_float(w) for w in words]
                 elif self.scaled:
                     halves = decode_bytes(self.kind, "f16", chunks[which][part])
@@ -140,13 +139,11 @@ class Rewrite:
         return results
 
     @cute.jit
-    def _add(self, results, b_cache, vectors, at, address, slot, group, block, part, start, pnat, lane):
+    def _add(self, results, tensors, shared, at, inputs, block, part, row, thread):
         """Add the ring's terms to a part."""
         column = block * self.block + part * PART
-        for rows in cutlass.range((pnat + (ROWS - 1)) // ROWS, unroll=1):
-            self.rows.add_rows(
-                results, b_cache, vectors, at, address, rows * ROWS, slot, group, column, start, pnat, lane
-            )
+        for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
+            self.rows.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
 
     def _round(self, done, random, results, inverse, key, where, block, part, t):
         """Append a part's words to `done[side][which]`."""
@@ -178,7 +175,7 @@ class Rewrite:
 
         Which values share a group is `rounding`'s to say.
         """
-        slot, head, p, _ = where
+        slot, head, p = where
         group = GROUP[self.kind]
         first = which * self.unit + part * PART  # of the lane's 2 * unit columns in a row
         if first % group == 0:
@@ -202,6 +199,6 @@ class Rewrite:
                     store_words(self._wide(target, where, side, block, which, t, self.unit), done[side][which])
 
     def _wide(self, tensor, where, side, block, which, t, divisor):
-        slot, head, p, _ = where
+        slot, head, p = where
         column = self._column(block, which, t)
         return self.spec.pointer(tensor, slot, (head, p + 8 * side), column, divisor)

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32
 
 from ..config import P_TILE, SHORT_WINDOW, WARP, TileConfig, shared_layout
 from ..problem import Problem
+from .bundles import NewTokens, Row, Tensors
 from .ptx import DECODE_GAIN, HARDWARE_ARCHES
 
 
@@ -61,43 +62,40 @@ class StepSpec:
         index = start + offset
         return Int32(cutlass.select_(index >= rows, index - rows, index))
 
-    def read_row(self, start: Int32, pnat: Int32, position: Int32) -> Int32:
+    def read_row(self, row: Row, position: Int32) -> Int32:
         """The ring row to read for a ring position.
 
         In "live" mode a dead position gives the last live row again: no extra traffic, and a valid address.
         """
         if self.whole:
             return Int32(cutlass.min(position, self.problem.ring_rows - 1))
-        return self.ring_row(start, cutlass.max(cutlass.min(position, pnat - 1), 0))
+        return self.ring_row(row.start, cutlass.max(cutlass.min(position, row.pnat - 1), 0))
 
-    def is_live(self, start: Int32, pnat: Int32, position: Int32) -> Boolean:
+    def is_live(self, row: Row, position: Int32) -> Boolean:
         """Whether a ring position holds a live row."""
         if self.whole:
             rows = self.problem.ring_rows
-            age = position - start
+            age = position - row.start
             age = Int32(cutlass.select_(age < 0, age + rows, age))
-            return (age < pnat) & (position < rows)
-        return position < pnat
+            return (age < row.pnat) & (position < rows)
+        return position < row.pnat
 
-    def new_row(self, row: Int32, cu_seqlens: cute.Tensor | None, total: Any) -> tuple[Any, Any, Any, Any]:
-        """Where a row's new tokens are: (index of dimension 0, first token, tokens, tokens of the tensor).
+    def new_tokens(self, row: Int32, tensors: Tensors) -> NewTokens:
+        """Where a row's new tokens are."""
+        if tensors.cu_seqlens is None:
+            return NewTokens(row, 0, self.problem.tokens, self.problem.tokens)
+        first = Int32(tensors.cu_seqlens[row])
+        return NewTokens(0, first, Int32(tensors.cu_seqlens[row + 1]) - first, Int32(tensors.x.shape[1]))
 
-        Python ints wherever they are known when the kernel is made.
-        """
-        if cu_seqlens is None:
-            return row, 0, self.problem.tokens, self.problem.tokens
-        first = Int32(cu_seqlens[row])
-        return 0, first, Int32(cu_seqlens[row + 1]) - first, Int32(total)
-
-    def new_token(self, new: tuple[Any, Any, Any, Any], s: Int32) -> tuple[Any, Int32]:
+    def new_token(self, new: NewTokens, s: Int32) -> tuple[Any, Int32]:
         """Indices of a row's token s in dimensions 0 and 1, clamped to its last: padding lanes repeat it.
 
         A ragged row may be empty, and begin where the tensor ends: then any token of the tensor.
         """
-        outer, first, length, total = new
         if not self.problem.ragged:
-            return outer, self.token(s)
-        return outer, Int32(cutlass.min(first + cutlass.max(cutlass.min(s, length - 1), 0), total - 1))
+            return new.outer, self.token(s)
+        within = cutlass.max(cutlass.min(s, new.length - 1), 0)
+        return new.outer, Int32(cutlass.min(new.first + within, new.total - 1))
 
     def token(self, s: Int32) -> Int32:
         """Token s, clamped to the last: padding lanes repeat it."""

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
 from .primitives import (
     as_float,
@@ -97,27 +98,28 @@ class StateTile:
                 a_frag = [bits(half(kind, word)) for half in (low_half, high_half) for word in rows[2 * k : 2 * k + 2]]
                 chain[k] = mma_tf32(chain[k], a_frag, operands[k])
 
-    def _chunk(self, tile, block, side, which, g, t):
+    def _chunk(self, tile, block, side, which, thread):
         """One of this lane's two 16-byte chunks of row g + 8 side (undoing the 128-byte swizzle)."""
-        at = block * (self.spec.rows * 32) + (g + 8 * side) * 32
-        return tile + cute.assume(at + ((2 * t + which) ^ g) * 4, divby=4)
+        at = block * (self.spec.rows * 32) + (thread.g + 8 * side) * 32
+        return tile + cute.assume(at + ((2 * thread.t + which) ^ thread.g) * 4, divby=4)
 
-    def chunks(self, tile, block, side, g, t):
+    def chunks(self, tile, block, side, thread: Thread):
         """This lane's two chunks of row g + 8 side, as words."""
-        return [load_words(self._chunk(tile, block, side, which, g, t), 4) for which in range(2)]
+        return [load_words(self._chunk(tile, block, side, which, thread), 4) for which in range(2)]
 
-    def put(self, tile, block, done, g, t):
+    def put(self, tile, block, done, thread: Thread):
         """Put flushed chunks, `done[side][which]`, where `chunks` found the old ones."""
         for side in range(2):
             for which in range(2):
-                store_words(self._chunk(tile, block, side, which, g, t), done[side][which])
+                store_words(self._chunk(tile, block, side, which, thread), done[side][which])
 
-    def _hold_b(self, held, b_cache, slot, group, b_rows, g, part):
+    def _hold_b(self, held, tensors, row, b_rows, thread, part):
         """Load this lane's four columns of B in a part of a block, for each of its ring rows."""
         spec = self.spec
-        column = part // self.parts * spec.block + g * spec.chunk + part % self.parts * PART
+        column = part // self.parts * spec.block + thread.g * spec.chunk + part % self.parts * PART
         for k, ring in enumerate(b_rows):
-            words = load_words(spec.pointer(b_cache, slot, (group, ring), column, PART), PART // 2)
+            pointer = spec.pointer(tensors.b_cache, row.slot, (row.group, ring), column, PART)
+            words = load_words(pointer, PART // 2)
             for e, word in enumerate(words):
                 held[k * (PART // 2) + e] = word
 
@@ -128,13 +130,13 @@ class StateTile:
         """Registers for this lane's columns of B in a part of a block."""
         return cute.make_rmem_tensor(cute.make_layout(2 * self.spec.ring_steps * (PART // 2)), Int32)
 
-    def first_b(self, coming, b_cache, slot, group, start, pnat, g, t):
+    def first_b(self, coming, tensors: Tensors, row: Row, thread: Thread):
         """Ask for B of the first part, ahead of `flush`."""
-        rows = [self.spec.read_row(start, pnat, position) for position in self._positions(t)]
-        self._hold_b(coming, b_cache, slot, group, rows, g, Int32(0))
+        rows = [self.spec.read_row(row, position) for position in self._positions(thread.t)]
+        self._hold_b(coming, tensors, row, rows, thread, Int32(0))
 
     @cute.jit
-    def flush(self, b_cache, vectors, tile, x_words, coming, head_index, slot, group, start, pnat, g, t):
+    def flush(self, tensors: Tensors, shared: Shared, tile, x_words, coming, index, row: Row, thread: Thread):
         """Turn a tile of the checkpoint into the logical state: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
 
         In tf32 high and low terms; a state that is rounded to bf16 does without the low ones.
@@ -142,22 +144,23 @@ class StateTile:
         column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x; `coming` holds B's first
         part, and does so again afterwards.
         """
-        at = Vectors(self.spec, head_index)
+        at = Vectors(self.spec, index)
+        vectors = shared.vectors
         total = vectors[at.total]
         high_terms, low_terms = [], []
         for step in cutlass.range_constexpr(self.spec.ring_steps):
             values = x_fragment(x_words[step], self.spec)
-            weights = [vectors[at.weights + 8 * step + 2 * t + half] for half in range(2)]
+            weights = [vectors[at.weights + 8 * step + 2 * thread.t + half] for half in range(2)]
             scaled = [v * weights[k // 2] for k, v in enumerate(values)]
             high = [to_tf32(v) for v in scaled]
             high_terms.append(high)
             low_terms.append([to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)])
-        positions = self._positions(t)
-        b_rows = [self.spec.read_row(start, pnat, position) for position in positions]
-        live = [self.spec.is_live(start, pnat, position) for position in positions]
+        positions = self._positions(thread.t)
+        b_rows = [self.spec.read_row(row, position) for position in positions]
+        live = [self.spec.is_live(row, position) for position in positions]
         per_row = PART // 2
         for block in cutlass.range(self.spec.blocks, unroll=1):
-            chunks = [self.chunks(tile, block, side, g, t) for side in range(2)]
+            chunks = [self.chunks(tile, block, side, thread) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
             for part in cutlass.range_constexpr(self.parts):
                 b_words = [[coming[k * per_row + e] for e in range(per_row)] for k in range(len(b_rows))]
@@ -168,7 +171,7 @@ class StateTile:
                     ]
                 # B of the next part is asked for before this one is worked on
                 following = (block * self.parts + part + 1) % (self.spec.blocks * self.parts)
-                self._hold_b(coming, b_cache, slot, group, b_rows, g, following)
+                self._hold_b(coming, tensors, row, b_rows, thread, following)
                 per_part = 4 // self.parts  # words of a chunk
                 olds = [
                     [unpack(chunks[side][which][per_part * part :][:per_part], self.spec) for which in range(2)]
@@ -198,4 +201,4 @@ class StateTile:
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
                         done[side][which] += repack([results[e][2 * side + which] for e in range(PART)], self.spec)
-            self.put(tile, block, done, g, t)
+            self.put(tile, block, done, thread)

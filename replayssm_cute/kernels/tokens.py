@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from .bundles import NewTokens, Row, Share, Shared, Tensors, Thread, Turn
 from .decay import Vectors
 from .highest import split
 from .primitives import (
@@ -53,18 +54,19 @@ class Tokens:
         self.x_rows = spec.ring_positions  # first row of the new tokens' x
         self.z_rows = spec.ring_positions + spec.problem.tokens
 
-    def _pieces(self, rows, count, thread):
+    def _pieces(self, rows: int, share: Share):
         """Deal pieces of some rows of x or z, of all heads, to the CTA's threads: (head, row, column, is there one).
 
-        A piece is 16 bytes. Neighbouring threads have neighbouring pieces: memory sees whole rows of a head.
+        A piece is 16 bytes, its column from the CTA's first row of P. Neighbouring threads have neighbouring pieces:
+        memory sees whole rows of a head.
         """
         spec = self.spec
         each = spec.head_warps * self.warp_rows // PIECE
         heads = spec.config.heads_per_cta
         for first in range(0, heads * rows * each, spec.threads):
-            number = first + thread
+            number = first + share.rows.thread
             head = number // (rows * each) if heads > 1 else Int32(0)
-            yield head, number // each % rows, number % each * PIECE, (number < count * (rows * each))
+            yield head, number // each % rows, number % each * PIECE, (number < share.count * (rows * each))
 
     def inputs(self, index, warp):
         """Offset of the inputs of the `index`-th head's `warp`-th warp."""
@@ -79,80 +81,85 @@ class Tokens:
         return self.inputs(index, column // self.warp_rows) + (tile + place(row, column // PIECE % 2))
 
     @cute.jit
-    def copy_new(self, address, x, z, new, head0, count, p0, thread):
-        """Ask for the heads' x and z of the new tokens; those that a ragged row lacks become zeros.
-
-        `p0` is the CTA's first row of P here, as in all functions that deal pieces to threads.
-        """
-        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, count, thread):
+    def copy_new(self, tensors: Tensors, shared: Shared, new: NewTokens, share: Share):
+        """Ask for the heads' x and z of the new tokens; those that a ragged row lacks become zeros."""
+        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, share):
             if wanted:
                 outer, where = self.spec.new_token(new, token)
                 bytes_ = Int32(16)
                 if cutlass.const_expr(self.spec.problem.ragged):
-                    bytes_ = Int32(cutlass.select_(token < new[2], 16, 0))
-                for tensor, first in ((x, self.x_rows), (z, self.z_rows)):
+                    bytes_ = Int32(cutlass.select_(token < new.length, 16, 0))
+                for tensor, first in ((tensors.x, self.x_rows), (tensors.z, self.z_rows)):
                     if cutlass.const_expr(tensor is not None):
-                        source = self.spec.pointer(tensor, outer, (where, head0 + index), p0 + column, PIECE)
-                        copy_async(address + self._place(index, first + token, column), Int64(source.toint()), bytes_)
+                        head, p = share.head0 + index, share.rows.cta_p0 + column
+                        source = self.spec.pointer(tensor, outer, (where, head), p, PIECE)
+                        target = shared.address + self._place(index, first + token, column)
+                        copy_async(target, Int64(source.toint()), bytes_)
 
     @cute.jit
-    def copy_ring(self, address, x_cache, slot, head0, count, p0, start, pnat, thread):
+    def copy_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share):
         """Ask for the heads' x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
-        for index, position, column, wanted in self._pieces(self.spec.ring_positions, count, thread):
+        for index, position, column, wanted in self._pieces(self.spec.ring_positions, share):
             if wanted:
-                ring = self.spec.read_row(start, pnat, position)
-                source = self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE)
+                ring = self.spec.read_row(row, position)
+                head, p = share.head0 + index, share.rows.cta_p0 + column
+                source = self.spec.pointer(tensors.x_cache, row.slot, (head, ring), p, PIECE)
                 exists = position < self.spec.problem.ring_rows
                 if cutlass.const_expr(not self.spec.whole):
-                    exists = position < pnat
+                    exists = position < row.pnat
                 bytes_ = Int32(cutlass.select_(exists, 16, 0))
-                copy_async(address + self._place(index, position, column), Int64(source.toint()), bytes_)
+                copy_async(shared.address + self._place(index, position, column), Int64(source.toint()), bytes_)
 
     @cute.jit
-    def await_copies(self, raw, count, start, pnat, thread):
+    def await_copies(self, shared: Shared, row: Row, share: Share):
         """Wait for this thread's copies; a barrier of the CTA has to follow.
 
         "whole" copied rows that the cursors do not count: zeros over them, since NaN must not meet a product.
         """
         cute.arch.cp_async_wait_group(0)
         if cutlass.const_expr(self.spec.whole):
-            for index, position, column, wanted in self._pieces(self.spec.ring_positions, count, thread):
-                if wanted & (self.spec.is_live(start, pnat, position) == False):  # noqa: E712
+            for index, position, column, wanted in self._pieces(self.spec.ring_positions, share):
+                if wanted & (self.spec.is_live(row, position) == False):  # noqa: E712
                     at = self._place(index, position, column)
-                    store_words(raw + cute.assume(at, divby=16), [Int32(0)] * 4)
+                    store_words(shared.raw + cute.assume(at, divby=16), [Int32(0)] * 4)
 
     @cute.jit
-    def new_x(self, x, new, head0, count, p0, thread):
+    def new_x(self, tensors: Tensors, new: NewTokens, share: Share):
         """The heads' new x straight from memory: needs no slot."""
-        pieces = list(self._pieces(self.spec.problem.tokens, count, thread))
+        pieces = list(self._pieces(self.spec.problem.tokens, share))
         words = cute.make_rmem_tensor(cute.make_layout(4 * len(pieces)), Int32)
         for k, (index, token, column, wanted) in enumerate(pieces):
             if wanted:
                 outer, where = self.spec.new_token(new, token)
-                found = load_words(self.spec.pointer(x, outer, (where, head0 + index), p0 + column, PIECE), 4)
+                head, p = share.head0 + index, share.rows.cta_p0 + column
+                found = load_words(self.spec.pointer(tensors.x, outer, (where, head), p, PIECE), 4)
                 for e in cutlass.range_constexpr(4):
                     words[4 * k + e] = found[e]
         return words
 
     @cute.jit
-    def append_new(self, x_cache, words, slot, head0, count, p0, start, pnat, length, thread):
+    def append_new(self, tensors: Tensors, words, row: Row, share: Share):
         """Append what `new_x` read, bit for bit."""
-        for k, piece in enumerate(self._pieces(self.spec.problem.tokens, count, thread)):
+        for k, piece in enumerate(self._pieces(self.spec.problem.tokens, share)):
             index, token, column, wanted = piece
-            if wanted & (token < length):
-                ring = self.spec.ring_row(start, pnat + token)
-                target = self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE)
+            if wanted & (token < row.new.length):
+                target = self._appended(tensors, row, share, index, token, column)
                 store_words(target, [words[4 * k + e] for e in range(4)])
 
     @cute.jit
-    def append_x(self, raw, x_cache, slot, head0, count, p0, start, pnat, length, thread):
+    def append_x(self, tensors: Tensors, shared: Shared, row: Row, share: Share):
         """Append the new tokens' x from shared memory, bit for bit."""
-        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, count, thread):
-            if wanted & (token < length):
-                ring = self.spec.ring_row(start, pnat + token)
+        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, share):
+            if wanted & (token < row.new.length):
                 at = self._place(index, self.x_rows + token, column)
-                words = load_words(raw + cute.assume(at, divby=16), 4)
-                store_words(self.spec.pointer(x_cache, slot, (head0 + index, ring), p0 + column, PIECE), words)
+                words = load_words(shared.raw + cute.assume(at, divby=16), 4)
+                store_words(self._appended(tensors, row, share, index, token, column), words)
+
+    def _appended(self, tensors, row, share, index, token, column):
+        """Where a piece of a new token's x goes in the ring."""
+        ring = self.spec.ring_row(row.start, row.pnat + token)
+        inner = (share.head0 + index, ring)
+        return self.spec.pointer(tensors.x_cache, row.slot, inner, share.rows.cta_p0 + column, PIECE)
 
     def x_words(self, address, lane):
         """A tile's x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
@@ -214,18 +221,19 @@ class Tokens:
         return sums
 
     @cute.jit
-    def store_outputs(self, out, raw, read_out, sums, gates, head_index, new, head, p0, g, t):
+    def store_outputs(self, tensors, shared, read_out, sums, gates, turn: Turn, new: NewTokens, p0, thread: Thread):
         """Decayed read-out plus contributions: gate, round and store, two rows of P a word.
 
         Lanes g and g ^ 1 trade tokens, so that one holds neighbouring rows of token 2t, the other of token 2t + 1.
         """
-        vectors = Vectors(self.spec, head_index)
+        vectors = Vectors(self.spec, turn.index)
+        g, t = thread.g, thread.t
         odd = g % 2
         low_rows = Int32(cutlass.select_(odd == 1, 0x1054, LOW_HALVES))
         high_rows = Int32(cutlass.select_(odd == 1, 0x3276, HIGH_HALVES))
         for n in cutlass.range_constexpr(self.spec.token_tiles):
             at = self.spec.shared.vectors + 4 * (vectors.factors + 8 * n + 2 * t)
-            factors = [as_float(w) for w in load_words(raw + cute.assume(at, divby=8), 2)]
+            factors = [as_float(w) for w in load_words(shared.raw + cute.assume(at, divby=8), 2)]
             words = []
             for tile in cutlass.range_constexpr(self.spec.tiles):
                 halves = []
@@ -241,29 +249,33 @@ class Tokens:
                 got = cute.arch.shuffle_sync_bfly(sent, 4)
                 words.append([permute(kept, got, low_rows), permute(kept, got, high_rows)])
             token = 8 * n + 2 * t + odd
-            if token < new[2]:
+            if token < new.length:
                 for tile in cutlass.range_constexpr(self.spec.tiles):
                     for side in cutlass.range_constexpr(2):
                         p = p0 + P_TILE * tile + 8 * side + g - odd
-                        store_words(self.spec.pointer(out, new[0], (new[1] + token, head), p, 2), [words[tile][side]])
+                        where = (new.first + token, turn.head)
+                        store_words(self.spec.pointer(tensors.out, new.outer, where, p, 2), [words[tile][side]])
 
     @cute.jit
-    def store_zeros(self, out, new, first, turns, p0, lane):
+    def store_zeros(self, tensors: Tensors, new: NewTokens, share: Share, thread: Thread):
         """The outputs of a padding row."""
-        for i in cutlass.range(turns, unroll=1):
-            head = first + i * self.spec.config.parallel_heads
+        for i in cutlass.range(share.turns, unroll=1):
+            head = share.first + i * self.spec.config.parallel_heads
             for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // 16)):
-                token, half = 16 * k + lane // 2, lane % 2
-                if token < new[2]:
+                token, half = 16 * k + thread.lane // 2, thread.lane % 2
+                if token < new.length:
                     for tile in cutlass.range_constexpr(self.spec.tiles):
-                        p = p0 + P_TILE * tile + 8 * half
-                        store_words(self.spec.pointer(out, new[0], (new[1] + token, head), p, 8), [Int32(0)] * 4)
+                        p = share.rows.p0 + P_TILE * tile + 8 * half
+                        where = (new.first + token, head)
+                        store_words(self.spec.pointer(tensors.out, new.outer, where, p, 8), [Int32(0)] * 4)
 
     @cute.jit
-    def zero_tail(self, out, row, batch, first_token, total, first, turns, p0, lane):
-        """Zeros for ragged tokens that belong to no row, shared out over the rows' CTAs."""
-        for token in cutlass.range(first_token + row, total, batch, unroll=1):
-            for i in cutlass.range(turns, unroll=1):
-                head = first + i * self.spec.config.parallel_heads
-                if lane < 2 * self.spec.tiles:
-                    store_words(self.spec.pointer(out, 0, (token, head), p0 + 8 * lane, 8), [Int32(0)] * 4)
+    def zero_tail(self, tensors: Tensors, number, new: NewTokens, share: Share, thread: Thread):
+        """Zeros for ragged tokens that belong to no row, shared out over the rows' CTAs; `number` is the row's."""
+        batch = tensors.batch
+        for token in cutlass.range(Int32(tensors.cu_seqlens[batch]) + number, new.total, batch, unroll=1):
+            for i in cutlass.range(share.turns, unroll=1):
+                head = share.first + i * self.spec.config.parallel_heads
+                if thread.lane < 2 * self.spec.tiles:
+                    p = share.rows.p0 + 8 * thread.lane
+                    store_words(self.spec.pointer(tensors.out, 0, (token, head), p, 8), [Int32(0)] * 4)

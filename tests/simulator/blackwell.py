@@ -29,20 +29,6 @@ from .values import LANES, NOW, uniform
 WAITS = ("cute.arch.sync_threads(", "cute.arch.barrier(", "cute.arch.mbarrier_wait(")
 
 
-class _Waits(ast.NodeTransformer):
-    """What a warp waits for in the kernel's body is given to the scheduler."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
-        return ast.Expr(ast.Yield(node.value)) if ast.unparse(node).startswith(WAITS) else node
-
-
-class _Kernels(ast.NodeTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        if "cute.kernel" in [ast.unparse(d) for d in node.decorator_list]:
-            node = _Waits().generic_visit(node)  # type: ignore[assignment]
-        return node
-
-
 @contextlib.contextmanager
 def _elect_one() -> Iterator[None]:
     warp = NOW.warp
@@ -136,9 +122,11 @@ class BlackwellSource(Source):
             return self.module(f"sm100/{name}" if level == 1 else name)
         return super()._import(name, globals_, locals_, wanted, level)
 
-    def transform(self, tree: ast.Module) -> ast.Module:
-        """First the waits, since the portable kernel's own would become theirs."""
-        return super().transform(_Kernels().visit(tree))
+    def is_wait(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Expr) and ast.unparse(node).startswith(WAITS)
+
+    def awaited(self, node: ast.Expr) -> ast.expr | None:
+        return node.value
 
 
 BLACKWELL = BlackwellSource()

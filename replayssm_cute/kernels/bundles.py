@@ -1,0 +1,147 @@
+"""Values that go together through the phases of a step kernel.
+
+All are frozen: what a dynamic `if` or loop may change, the DSL carries out of it as a value, and of objects it takes
+only frozen dataclasses for things that are read alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """A call's arguments, in the order in which a kernel takes them. What a problem does not have is None."""
+
+    x_cache: cute.Tensor
+    b_cache: cute.Tensor
+    dt_cache: cute.Tensor
+    ring_start: cute.Tensor
+    pnat: cute.Tensor
+    x: cute.Tensor
+    dt: cute.Tensor
+    a: cute.Tensor
+    b: cute.Tensor
+    c: cute.Tensor
+    out: cute.Tensor
+    d: cute.Tensor | None
+    z: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    slots: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    pad_slot_id: Int64
+    state: cute.Tensor | None  # None in kernels that reach it by TMA alone
+    scale: cute.Tensor | None = None
+    seed: cute.Tensor | None = None
+    copy: cute.Tensor | None = None
+
+    @property
+    def batch(self) -> Any:
+        """Rows of the call."""
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A CTA's shared memory: as bytes, as the address of its start, and two regions as floats."""
+
+    raw: cute.Pointer
+    address: Int32
+    products: cute.Tensor
+    vectors: cute.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Thread:
+    """A thread: its warp, its lane, and g = lane / 4, t = lane % 4, which fragments go by."""
+
+    warp: Int32
+    lane: Int32
+    g: Int32
+    t: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Where a row's new tokens are; Python ints wherever they are known when the kernel is made.
+
+    Attributes:
+        outer: index of dimension 0.
+        first: first token in dimension 1.
+        length: tokens of the row.
+        total: tokens of the tensor.
+    """
+
+    outer: Any
+    first: Any
+    length: Any
+    total: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A batch row as one CTA sees it: slot, its group of heads, the ring's cursors, the new tokens."""
+
+    slot: Int64
+    slot32: Int32  # a coordinate of TMA
+    group: Int32
+    start: Int32
+    pnat: Int32
+    new: NewTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of P that a CTA, and of these a warp, takes.
+
+    Attributes:
+        thread: the thread's number in the CTA, by which pieces of the rows are dealt.
+        split: which part of P the CTA takes.
+        cta_p0: its first row.
+        side, head_warp: which of the heads taken at the same time, and which of its warps, a warp is.
+        tile, p0: a warp's rows: their number in units of as many, and the first.
+    """
+
+    thread: Int32
+    split: Int32
+    cta_p0: Int32
+    side: Int32
+    head_warp: Int32
+    tile: Int32
+    p0: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What a CTA takes of a batch row, and a warp of that.
+
+    Attributes:
+        rows: rows of P.
+        head0, count: the CTA's first head and number of heads.
+        turns: heads that a warp takes one after the other.
+        first: the first of these; the others follow `parallel_heads` apart.
+        scan, scan_head: the head whose decay vectors a warp makes first: its number in the CTA, which may be beyond
+            `count`, and the head to read for it.
+    """
+
+    rows: Rows
+    head0: Int32
+    count: Any
+    turns: Any
+    first: Int32
+    scan: Int32
+    scan_head: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The head that a warp has its turn with: in its CTA, in the tensors; offset of its inputs, stage of its state."""
+
+    index: Int32
+    head: Int32
+    inputs: Int32
+    stage: Any

@@ -1,0 +1,66 @@
+"""The flush of a turn: the checkpoint in a stage becomes the logical state, and goes back to memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .bundles import Row, Share, Shared, Tensors, Thread, Turn
+from .flush_long import LongFlush
+from .rewrite import Rewrite
+from .spec import P_TILE, StepSpec
+from .state_copies import Pipe, StateCopies
+from .state_tile import StateTile
+from .tokens import Tokens
+
+
+class WriteBack:
+    """The flush phase of a step kernel, whichever way its problem flushes."""
+
+    def __init__(self, spec: StepSpec, state_tile: StateTile, tokens: Tokens, copies: StateCopies) -> None:
+        self.spec = spec
+        self.state_tile = state_tile
+        self.long_flush = LongFlush(spec, state_tile)
+        self.rewrite = Rewrite(spec, state_tile) if spec.problem.rewrites else None
+        self.tokens = tokens
+        self.copies = copies
+
+    @cute.jit
+    def flush(
+        self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, first_b, share: Share, row: Row, thread: Thread
+    ):
+        """Flush the head of a turn; `first_b` is B's first part if it was asked for."""
+        if cutlass.const_expr(self.spec.problem.rewrites):
+            for tile in cutlass.range(self.spec.tiles, unroll=1):
+                words, inputs = self._tile(shared, turn, tile, thread)
+                p0 = share.rows.p0 + P_TILE * tile
+                self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
+        else:
+            self._in_place(tensors, shared, turn, first_b, row, thread)
+            self.copies.store(pipe, turn, share, row, thread)
+
+    def _tile(self, shared, turn, tile, thread):
+        """A tile's state in the turn's stage, as words, and the address of its inputs."""
+        layout = self.spec.shared
+        offset = (
+            turn.stage * layout.stage_bytes + thread.warp * layout.warp_bytes + tile * (P_TILE * self.spec.row_bytes)
+        )
+        words = cute.recast_ptr(shared.raw + cute.assume(offset, divby=1024), dtype=Int32)
+        return words, shared.address + (turn.inputs + tile * layout.input_tile_bytes)
+
+    @cute.jit
+    def _in_place(self, tensors, shared, turn, first_b, row, thread):
+        """Turn the checkpoint in a stage into the logical state."""
+        cute.arch.sync_warp()  # results go where other lanes may still be reading
+        coming = first_b
+        if cutlass.const_expr(first_b is None and not self.spec.long_flush):
+            coming = self.state_tile.new_b()
+            self.state_tile.first_b(coming, tensors, row, thread)
+        for tile in cutlass.range(self.spec.tiles, unroll=1):
+            words, inputs = self._tile(shared, turn, tile, thread)
+            if cutlass.const_expr(self.spec.long_flush):
+                self.long_flush.flush(tensors, shared, words, inputs, turn.index, row, thread)
+            else:
+                x_words = self.tokens.x_words(inputs, thread.lane)
+                self.state_tile.flush(tensors, shared, words, x_words, coming, turn.index, row, thread)
