@@ -77,14 +77,15 @@ class Phases:
         pad_slot_id: Int64,
         stream,
     ):
+        """Launch on a stream; the arguments are those of `signature.fake_arguments`."""
         tensors = Tensors(
             x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
             pad_slot_id, state,
         )  # fmt: skip
         self.start(tensors, stream)
 
-    def how(self, tensors: Tensors, threads: int, stream) -> dict[str, Any]:
-        """How the kernel is launched."""
+    def launch_options(self, tensors: Tensors, threads: int, stream) -> dict[str, Any]:
+        """How the kernel is launched, for tensors on the host."""
         return {
             "grid": [self.grid.size(tensors.batch), 1, 1],
             "block": [threads, 1, 1],
@@ -199,7 +200,7 @@ class Phases:
         if share.scan < share.count:
             self.decay.make_vectors(
                 tensors, shared, share.scan, share.scan_head, inputs.decay, ring_dt, row, share, thread
-            )  # fmt: skip
+            )
         if cutlass.const_expr(spec.config.heads_per_cta > spec.warps):
             for i in cutlass.range(share.scan + spec.warps, share.count, spec.warps, unroll=1):
                 head = share.head0 + i

@@ -71,7 +71,7 @@ class StepKernel(Phases):
         if not self.spec.problem.rewrites:
             tensors = dataclasses.replace(tensors, state=None)  # TMA alone reaches it
         kernel = self.kernel(*self.copies.atoms(read), tensors)
-        kernel.launch(**self.how(tensors, self.spec.threads, stream))
+        kernel.launch(**self.launch_options(tensors, self.spec.threads, stream))
 
     @cute.kernel
     def kernel(

@@ -74,7 +74,7 @@ class Sm100StepKernel(Phases):
     def start(self, tensors: Tensors, stream) -> None:
         """Launch the grid."""
         kernel = self.kernel(*self.copies.atom(tensors.state), tensors.state, dataclasses.replace(tensors, state=None))
-        kernel.launch(**self.how(tensors, self.spec.all_threads, stream))
+        kernel.launch(**self.launch_options(tensors, self.spec.all_threads, stream))
 
     @cute.kernel
     def kernel(self, atom: cute.CopyAtom, tma_state: cute.Tensor, state: cute.Tensor, others: Tensors):
