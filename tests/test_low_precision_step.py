@@ -153,7 +153,7 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
         "words = held[0][first // group]",
         "f16, stochastic",
     ),
-    "bits without the head": ("rewrite", "Int32(head), Int32(slot)", "Int32(0), Int32(slot)", "f16, stochastic"),
+    "bits without the head": ("rewrite", "Int32(block.head), Int32", "Int32(0), Int32", "f16, stochastic"),
     "the copy of the old state": (
         "rewrite",
         "factors, thread, self.dual)",

@@ -189,10 +189,10 @@ SLIPS = {
     "tensor memory never freed": ("step", "            release(base, tensor.columns)\n", "", "allocated"),
     "tensor memory of padding rows": (
         "step",
-        "        if live:\n            for stage in cutlass.range_constexpr(config.stages):\n",
-        "        if not live:\n"
+        "        if entry.live:\n            for stage in cutlass.range_constexpr(config.stages):\n",
+        "        if not entry.live:\n"
         "            allocate(address + tensor.base, 32)\n"
-        "        if live:\n"
+        "        if entry.live:\n"
         "            for stage in cutlass.range_constexpr(config.stages):\n",
         "ended with tensor memory allocated",
     ),
@@ -216,8 +216,8 @@ SLIPS = {
     ),
     "a barrier without the issuer": (
         "step",
-        "        if live:\n            cute.arch.sync_threads()\n",
-        "        if live:\n            cute.arch.sync_warp()\n",
+        "        if entry.live:\n            cute.arch.sync_threads()\n",
+        "        if entry.live:\n            cute.arch.sync_warp()\n",
         "no barrier after the write|hangs",
     ),
     "heads exchanged": (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,21 @@ class Row:
     start: Int32
     pnat: Int32
     new: NewTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A batch row before its cursors are known; `live` says whether there is anything to do for it."""
+
+    slot: Int64
+    slot32: Int32
+    group: Int32
+    new: NewTokens
+    live: Boolean
+
+    def at(self, start: Int32, pnat: Int32) -> Row:
+        """The row, with its cursors."""
+        return Row(self.slot, self.slot32, self.group, start, pnat, self.new)
 
 
 @dataclass(frozen=True, eq=False)

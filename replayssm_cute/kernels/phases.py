@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from ..ring import flushes
-from .bundles import NewTokens, Row, Rows, Share, Shared, Tensors, Thread, Turn
+from .bundles import Entry, NewTokens, Row, Rows, Share, Shared, Tensors, Thread, Turn
 from .decay import SEGMENT, Decay
 from .decay_long import LongDecay
 from .grid import Grid
@@ -135,12 +135,13 @@ class Phases:
         """The slot of a batch row."""
         return Int64(number if tensors.slots is None else tensors.slots[number])
 
-    def is_live(self, tensors: Tensors, slot, new: NewTokens):
-        """Whether there is anything to do for a batch row; the same in all lanes, and the compiler knows."""
+    def entry(self, tensors: Tensors, slot, group, new: NewTokens) -> Entry:
+        """A batch row; `live` is the same in all lanes, and the compiler knows."""
         works = (slot != tensors.pad_slot_id) & (slot >= 0)
         if self.spec.problem.ragged:
             works = works & (new.length > 0)
-        return cute.arch.make_warp_uniform(Int32(works)) != 0
+        live = cute.arch.make_warp_uniform(Int32(works)) != 0
+        return Entry(slot, Int32(slot), group, new, live)
 
     def allocate(self, total: int):
         """A CTA's shared memory, `total` bytes, as a pointer and an address."""
@@ -165,9 +166,10 @@ class Phases:
 
     # ---- phases
 
-    def ask_inputs(self, tensors: Tensors, shared: Shared, new: NewTokens, group, share: Share, thread: Thread):
+    def ask_inputs(self, tensors: Tensors, shared: Shared, entry: Entry, share: Share, thread: Thread) -> Inputs:
         """Ask for what needs no slot."""
-        c = self.readout_c.load(tensors.c, new, group)
+        new = entry.new
+        c = self.readout_c.load(tensors.c, new, entry.group)
         decay = self.decay.load_new(tensors, new, share.scan_head, thread)
         self.tokens.copy_new(tensors, shared, new, share)
         x = self.tokens.new_x(tensors, new, share) if self.only_turn else None

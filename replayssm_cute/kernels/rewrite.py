@@ -8,9 +8,11 @@ quad, so that its largest value takes two shuffles.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ..rounding import GROUP, LIMIT, TINY
 from .bundles import Row, Share, Shared, Tensors, Thread, Turn
@@ -20,6 +22,17 @@ from .flush_long import ROWS, LongFlush
 from .primitives import as_float, bits, high_half, load_words, low_half, pack, store_words
 from .spec import P_TILE, StepSpec
 from .state_tile import PART, StateTile, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A lane's part of a tile, one block of columns wide: of rows p and p + 8 of a head, the columns that t names."""
+
+    slot: Int64
+    head: Int32
+    p: Int32
+    number: Int32
+    t: Int32
 
 
 class Rewrite:
@@ -54,15 +67,16 @@ class Rewrite:
             key = load_words(seed[(None,)].iterator, 2)
         top = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         top[0], top[1] = Float32(0.0), Float32(0.0)
-        where = (slot, head, p0 + g)
+        p = p0 + g
         target = tensors.copy if cutlass.const_expr(self.dual) else state
 
-        for block in cutlass.range(self.blocks, unroll=1):
+        for number in cutlass.range(self.blocks, unroll=1):
+            block = Block(slot, head, p, number, t)
             done = [[[] for _ in range(2)] for _ in range(2)]
             random = self._no_words()
             for part in cutlass.range_constexpr(self.parts):
-                results = self._old(state, tile, where, block, part, factors, thread)
-                self._add(results, tensors, shared, at, inputs, block, part, row, thread)
+                results = self._old(state, tile, block, part, factors, thread)
+                self._add(results, tensors, shared, at, inputs, number, part, row, thread)
                 if cutlass.const_expr(self.scaled):
                     for k in cutlass.range_constexpr(4 * PART):
                         top[k % 4 // 2] = max_abs(top[k % 4 // 2], results[k])
@@ -70,11 +84,11 @@ class Rewrite:
                     for side in cutlass.range_constexpr(2):
                         for which in cutlass.range_constexpr(2):
                             words = [bits(v) for v in self._values(results, side, which)]
-                            store_words(self._place(state, where, side, block, which, part, t), words)
+                            store_words(self._place(state, block, side, which, part), words)
                 if cutlass.const_expr(not self.scaled):
-                    self._round(done, random, results, [Float32(1.0)] * 2, key, where, block, part, t)
+                    self._round(done, random, results, [Float32(1.0)] * 2, key, block, part)
             if cutlass.const_expr(not self.scaled):
-                self._store(target, done, where, block, t)
+                self._store(target, done, block)
 
         if cutlass.const_expr(self.scaled):
             inverse = []
@@ -86,15 +100,16 @@ class Rewrite:
                 if t == 0:
                     scale[slot, head, p0 + 8 * side + g] = row_scale
                 inverse.append(Float32(1.0) / row_scale)
-            for block in cutlass.range(self.blocks, unroll=1):
+            for number in cutlass.range(self.blocks, unroll=1):
+                coded_block = Block(slot, head, p, number, t)
                 coded = [[[] for _ in range(2)] for _ in range(2)]
                 random_words = self._no_words()
                 for part in cutlass.range_constexpr(self.parts):
-                    again = self._old(state, tile, where, block, part, factors, thread, self.dual)
+                    again = self._old(state, tile, coded_block, part, factors, thread, self.dual)
                     if cutlass.const_expr(not self.dual):  # the checkpoint has the sums already
-                        self._add(again, tensors, shared, at, inputs, block, part, row, thread)
-                    self._round(coded, random_words, again, inverse, key, where, block, part, t)
-                self._store(target, coded, where, block, t)
+                        self._add(again, tensors, shared, at, inputs, number, part, row, thread)
+                    self._round(coded, random_words, again, inverse, key, coded_block, part)
+                self._store(target, coded, coded_block)
 
     @cute.jit
     def prefetch(self, tensors: Tensors, row: Row, share: Share, thread: Thread):
@@ -107,26 +122,22 @@ class Rewrite:
                     pointer = self.spec.pointer(tensors.state, row.slot, (head, p), 0, PART)
                     prefetch_row(pointer.toint(), 4 * self.spec.problem.d_state)
 
-    def _column(self, block, which, t):
-        return block * self.block + (2 * t + which) * self.unit
-
-    def _place(self, tensor, where, side, block, which, part, t):
-        """Where a part of this lane's columns lies in a cache."""
-        slot, head, p = where
-        column = self._column(block, which, t) + part * PART
-        return self.spec.pointer(tensor, slot, (head, p + 8 * side), column, PART)
+    def _place(self, tensor, block: Block, side, which, part=0, divisor=PART):
+        """Where a part of this lane's columns, or all of them, lie in a cache."""
+        column = block.number * self.block + (2 * block.t + which) * self.unit + part * PART
+        return self.spec.pointer(tensor, block.slot, (block.head, block.p + 8 * side), column, divisor)
 
     def _values(self, results, side, which):
         return [results[4 * e + 2 * side + which] for e in range(PART)]
 
-    def _old(self, state, tile, where, block, part, factors, thread, finished=False):
+    def _old(self, state, tile, block: Block, part, factors, thread, finished=False):
         """A part of the decayed state, as accumulators; `finished` reads what has been written, as it is."""
         results = cute.make_rmem_tensor(cute.make_layout(4 * PART), Float32)
         for side in range(2):
-            chunks = [] if self.dual else self.state_tile.chunks(tile, block, side, thread)
+            chunks = [] if self.dual else self.state_tile.chunks(tile, block.number, side, thread)
             for which in range(2):
                 if self.dual:
-                    words = load_words(self._place(state, where, side, block, which, part, thread.t), PART)
+                    words = load_words(self._place(state, block, side, which, part), PART)
                     olds = [as_float(w) for w in words]
                 elif self.scaled:
                     halves = decode_bytes(self.kind, "f16", chunks[which][part])
@@ -145,7 +156,7 @@ class Rewrite:
         for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
             self.rows.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
 
-    def _round(self, done, random, results, inverse, key, where, block, part, t):
+    def _round(self, done, random, results, inverse, key, block: Block, part):
         """Append a part's words to `done[side][which]`."""
         rounds = self.spec.problem.philox_rounds
         for side in range(2):
@@ -155,7 +166,7 @@ class Rewrite:
                 )  # fmt: skip
                 words = []
                 if rounds is not None:
-                    words = self._random(random, key, where, side, block, which, part, t, rounds)
+                    words = self._random(random, key, block, side, which, part, rounds)
                 if self.scaled:
                     done[side][which].append(encode_bytes(self.kind, values, words, self.spec.hardware_rounding))
                     continue
@@ -170,35 +181,30 @@ class Rewrite:
         """Room for the random words of each group of a lane's columns in a row."""
         return [[None] * max(1, 2 * self.unit // GROUP.get(self.kind, 1)) for _ in range(2)]
 
-    def _random(self, held, key, where, side, block, which, part, t, rounds):
+    def _random(self, held, key, block: Block, side, which, part, rounds):
         """The random words of a part's four values: one for f8e4m3, else two; `held` keeps a group's from part to part.
 
         Which values share a group is `rounding`'s to say.
         """
-        slot, head, p = where
         group = GROUP[self.kind]
         first = which * self.unit + part * PART  # of the lane's 2 * unit columns in a row
         if first % group == 0:
-            element = (p + 8 * side) * self.spec.problem.d_state + block * self.block + 2 * t * self.unit + first
-            counter = [Int32(element) // group, Int32(head), Int32(slot), Int32(0)]
+            row = (block.p + 8 * side) * self.spec.problem.d_state
+            element = row + block.number * self.block + 2 * block.t * self.unit + first
+            counter = [Int32(element) // group, Int32(block.head), Int32(block.slot), Int32(0)]
             held[side][first // group] = philox(counter, key, rounds)
         words = held[side][first // group]
         if self.kind == "f8e4m3":
             return [words[first % group // PART]]
         return words[first % group // 2 :][:2]
 
-    def _store(self, target, done, where, block, t):
+    def _store(self, target, done, block: Block):
         """Write a block's words: this lane's units of two rows, in pieces of at most 16 bytes."""
         size = self.spec.problem.read_bytes
         for side in range(2):
             if 2 * self.unit * size <= 16:
                 words = [*done[side][0], *done[side][1]]
-                store_words(self._wide(target, where, side, block, 0, t, 2 * self.unit), words)
+                store_words(self._place(target, block, side, 0, divisor=2 * self.unit), words)
             else:
                 for which in range(2):
-                    store_words(self._wide(target, where, side, block, which, t, self.unit), done[side][which])
-
-    def _wide(self, tensor, where, side, block, which, t, divisor):
-        slot, head, p = where
-        column = self._column(block, which, t)
-        return self.spec.pointer(tensor, slot, (head, p + 8 * side), column, divisor)
+                    store_words(self._place(target, block, side, which, divisor=self.unit), done[side][which])

@@ -31,7 +31,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..config import TileConfig
 from ..problem import Problem
-from .bundles import Row, Share, Shared, Tensors, Thread
+from .bundles import Entry, Row, Share, Shared, Tensors, Thread
 from .byte_state import ByteReadoutC, ByteStateTile, Scales
 from .highest import ExactStateTile
 from .phases import Inputs, Phases, following
@@ -96,31 +96,29 @@ class StepKernel(Phases):
         # What needs no slot is asked for while the slot is on its way. Under PDL the state and the cursors go
         # first instead: the predecessor may still be writing the inputs, but nothing else.
         share = self.share(rows, head0, count, thread)
-        live = self.is_live(tensors, slot, new)
-        slot32 = Int32(slot)
+        entry = self.entry(tensors, slot, group, new)
         start, pnat = Int32(0), Int32(0)
         if cutlass.const_expr(p.pdl):
-            if live:
-                start, pnat = self.ask_state(tensors, pipe, slot, share, thread)
+            if entry.live:
+                start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        inputs = self.ask_inputs(tensors, shared, new, group, share, thread)
-        if live:
+        inputs = self.ask_inputs(tensors, shared, entry, share, thread)
+        if entry.live:
             if cutlass.const_expr(not p.pdl):
-                start, pnat = self.ask_state(tensors, pipe, slot, share, thread)
-            row = Row(slot, slot32, group, start, pnat, new)
-            self.work(tensors, shared, pipe, row, share, thread, inputs)
+                start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
+            self.work(tensors, shared, pipe, entry.at(start, pnat), share, thread, inputs)
         else:
             self.leave_out(tensors, new, share, thread)
         if cutlass.const_expr(p.ragged):
             self.tokens.zero_tail(tensors, number, new, share, thread)
 
     @cute.jit
-    def ask_state(self, tensors: Tensors, pipe: Pipe, slot, share: Share, thread: Thread):
+    def ask_state(self, tensors: Tensors, pipe: Pipe, entry: Entry, share: Share, thread: Thread):
         """Ask for the first states, then for the cursors, which are returned."""
-        self.copies.load_first(pipe, share, Int32(slot), thread)
+        self.copies.load_first(pipe, share, entry.slot32, thread)
         cute.arch.sync_warp()
-        return Int32(tensors.ring_start[slot]), Int32(tensors.pnat[slot])
+        return Int32(tensors.ring_start[entry.slot]), Int32(tensors.pnat[entry.slot])
 
     @cute.jit
     def work(

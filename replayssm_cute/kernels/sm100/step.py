@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...problem import Problem
 from ...ring import flushes
 from ...sm100 import COLUMNS, ROWS, Sm100Config
-from ..bundles import NewTokens, Row, Share, Shared, Tensors, Thread
+from ..bundles import Entry, Row, Share, Shared, Tensors, Thread
 from ..phases import Inputs, Phases, following
 from ..primitives import load_words
 from ..readout_c import ReadoutC
@@ -86,23 +86,22 @@ class Sm100StepKernel(Phases):
         turns = count // spec.config.parallel_heads
         slot = self.slot(tensors, number)
         new = spec.new_tokens(number, tensors)
-        live = self.is_live(tensors, slot, new)
-        slot32 = Int32(slot)
+        entry = self.entry(tensors, slot, group, new)
         raw, address = self.allocate(tensor.total)
         barrier = lambda offset: cute.recast_ptr(raw + offset, dtype=Int64)  # noqa: E731
         barriers = Barriers(*(barrier(n) for n in (tensor.full, tensor.done, tensor.empty, tensor.read)))
         if thread.warp == spec.issuer:
             pipe = self.copies.pipe(atom, tma_state, raw)
-            self.issue(tensors, raw, address, barriers, pipe, slot, slot32, head0, turns, live)
+            self.issue(tensors, raw, address, barriers, pipe, entry, head0, turns)
         else:
             shared = self.views(raw, address)
             share = self.share(self.rows(0, thread), head0, count, thread)
-            self.epilogue(tensors, shared, barriers, slot, slot32, new, group, share, thread, live)
+            self.epilogue(tensors, shared, barriers, entry, share, thread)
 
     # ---- the issuer
 
     @cute.jit
-    def issue(self, tensors: Tensors, raw, address, barriers: Barriers, pipe: Pipe, slot, slot32, head0, turns, live):
+    def issue(self, tensors: Tensors, raw, address, barriers: Barriers, pipe: Pipe, entry: Entry, head0, turns):
         """What the issuer does: states by TMA, and the MMAs on them."""
         spec, config, tensor = self.spec, self.spec.config, self.spec.tensor
         with cute.arch.elect_one():
@@ -117,19 +116,19 @@ class Sm100StepKernel(Phases):
         cute.arch.sync_warp()
         first = head0 // config.parallel_heads
         flush = Boolean(False)
-        if live:
+        if entry.live:
             for stage in cutlass.range_constexpr(config.stages):
                 if stage < turns:
-                    self.copies.ask(pipe, barriers.full, first + stage, stage, slot32)
+                    self.copies.ask(pipe, barriers.full, first + stage, stage, entry.slot32)
             allocate(address + tensor.base, tensor.columns)
             if cutlass.const_expr(self.refills):
-                flush = Boolean(flushes(Int32(tensors.pnat[slot]), spec.problem.tokens, spec.problem.window))
+                flush = Boolean(flushes(Int32(tensors.pnat[entry.slot]), spec.problem.tokens, spec.problem.window))
         # Dependents may start once every CTA has its tensor memory: one that held what is left of it, and waited
         # for this grid, would never be served. So this warp alone lets them, after its allocation.
         if cutlass.const_expr(spec.problem.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if live:
+        if entry.live:
             cute.arch.sync_threads()
             fence_after_sync()
             base = load_words(raw + tensor.base, 1)[0]
@@ -143,7 +142,7 @@ class Sm100StepKernel(Phases):
                             cute.arch.mbarrier_wait(barriers.empty + stage, phase)
                         else:
                             cute.arch.mbarrier_wait(barriers.done + i, 0)
-                        self.copies.ask(pipe, barriers.full, first + i + config.stages, stage, slot32)
+                        self.copies.ask(pipe, barriers.full, first + i + config.stages, stage, entry.slot32)
                 stage, phase = following(stage, phase, config.stages)
             cute.arch.mbarrier_wait(barriers.read, 0)
             fence_after_sync()
@@ -165,24 +164,22 @@ class Sm100StepKernel(Phases):
 
     @cute.jit
     def epilogue(
-        self, tensors: Tensors, shared: Shared, barriers: Barriers, slot, slot32, new: NewTokens, group, share: Share,
-        thread: Thread, live,
-    ):  # fmt: skip
+        self, tensors: Tensors, shared: Shared, barriers: Barriers, entry: Entry, share: Share, thread: Thread
+    ):
         """What the four other warps do: all but S·C."""
         pdl = self.spec.problem.pdl
         start, pnat = Int32(0), Int32(0)
         if cutlass.const_expr(pdl):
-            if live:
-                start, pnat = Int32(tensors.ring_start[slot]), Int32(tensors.pnat[slot])
+            if entry.live:
+                start, pnat = Int32(tensors.ring_start[entry.slot]), Int32(tensors.pnat[entry.slot])
             cute.arch.griddepcontrol_wait()
-        inputs = self.ask_inputs(tensors, shared, new, group, share, thread)
-        if live:
+        inputs = self.ask_inputs(tensors, shared, entry, share, thread)
+        if entry.live:
             if cutlass.const_expr(not pdl):
-                start, pnat = Int32(tensors.ring_start[slot]), Int32(tensors.pnat[slot])
-            row = Row(slot, slot32, group, start, pnat, new)
-            self.work(tensors, shared, barriers, row, share, thread, inputs)
+                start, pnat = Int32(tensors.ring_start[entry.slot]), Int32(tensors.pnat[entry.slot])
+            self.work(tensors, shared, barriers, entry.at(start, pnat), share, thread, inputs)
         else:
-            self.leave_out(tensors, new, share, thread)
+            self.leave_out(tensors, entry.new, share, thread)
 
     @cute.jit
     def work(
