@@ -72,4 +72,5 @@ def test_compiles_without_spills(case: tuple[Problem, TileConfig], arch: str) ->
         pytest.skip("resources are fine; nvdisasm is not installed, so the code itself was not looked at")
     assert counts.get("LDL", 0) == counts.get("STL", 0) == 0
     assert counts["HMMA"] > 0, "products run on the tensor cores"
-    assert counts["UTMALDG"] > 0 and counts["UTMASTG"] > 0, "the state comes and goes through TMA"
+    assert counts["UTMALDG"] > 0, "the state comes through TMA"
+    assert (counts.get("UTMASTG", 0) > 0) == (not problem.rewrites), "it goes by TMA unless a flush rewrites it"
