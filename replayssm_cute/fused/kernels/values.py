@@ -33,7 +33,7 @@ def load_values(tensor, kind: str, first, count: int):
 
 def silu(v):
     """v / (1 + exp(-v)), a few units of f32's last place off; -0 where exp(-v) is too large for f32."""
-    return v * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp(Float32(0.0) - v))
+    return v * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(Float32(0.0) - v, fastmath=True))
 
 
 @dsl_user_op
