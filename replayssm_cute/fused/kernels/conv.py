@@ -73,25 +73,29 @@ class ConvKernel:
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
-        # Threads without work read what is there, branch-free, and write nothing.
-        works = (slot != pad_slot_id) & (slot >= 0) & (wanted < shape.channels)
-        safe = Int64(cutlass.select_(works, slot, Int64(0)))
-        end = self.wrapped(Int32(ring_start[safe]) + Int32(pnat[safe]))
+        new = []
+        if cutlass.const_expr(not shape.pdl):  # all predecessors have ended: nothing has to wait
+            self.trigger()
+            new = self.load_new(inputs, row, channel)
         taps = load_values(weight, shape.weight_dtype, channel * TAPS, TAPS * vector)
         bases = [Float32(0.0)] * vector
         if cutlass.const_expr(bias is not None):
             bases = load_values(bias, shape.bias_dtype, channel, vector)
+        cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
+        # Threads without work read what is there, branch-free, and write nothing.
+        works = (slot != pad_slot_id) & (slot >= 0) & (wanted < shape.channels)
+        safe = Int64(cutlass.select_(works, slot, Int64(0)))
+        end = self.wrapped(Int32(ring_start[safe]) + Int32(pnat[safe]))
         raw = []
         for k in cutlass.range_constexpr(TAPS - 1):
             at = self.wrapped(end + (shape.ring_rows - (TAPS - 1) + k))
             raw.append(load_words(self.place(conv_cache, safe, at, channel), vector // 2))
         if cutlass.const_expr(shape.pdl):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(shape.triggers):
-            cute.arch.griddepcontrol_launch_dependents()
-        for t in cutlass.range_constexpr(shape.tokens):
-            raw.append(load_words(self.place(inputs, row, t, channel), vector // 2))
-        cute.arch.sync_warp()  # a fence for the scheduler: all inputs are asked for before any is used
+            self.trigger()
+            new = self.load_new(inputs, row, channel)
+        raw += new
+        cute.arch.sync_warp()
         values = [unpack(shape.io_dtype, words) for words in raw]
         if works:
             for t in cutlass.range_constexpr(shape.tokens):
@@ -104,6 +108,16 @@ class ConvKernel:
                 packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, vector, 2)]
                 store_words(self.place(out, row, t, channel), packed)
                 store_words(self.place(conv_cache, safe, self.wrapped(end + t), channel), raw[TAPS - 1 + t])
+
+    def trigger(self):
+        """Let the next kernel start, if it is one that may."""
+        if self.shape.triggers:
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def load_new(self, inputs, row, channel):
+        """A row's new tokens."""
+        half = self.shape.vector // 2
+        return [load_words(self.place(inputs, row, t, channel), half) for t in range(self.shape.tokens)]
 
     def wrapped(self, ring):
         """A ring row modulo R, for less than 2 R."""
