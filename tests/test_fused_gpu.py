@@ -1,0 +1,211 @@
+"""decode_step on a GPU against float64, in graphs, behind producers, and over many steps of random acceptance."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_calls import LayerHistory, copied, kwargs, layer, random_layer_call
+from gpu_matrix import GEOMETRIES
+from oracle import as_array
+from test_fused_reference import WIDE, error, fresh
+
+import replayssm_cute
+from replayssm_cute.fused import launches
+from replayssm_cute.fused.problem import LayerCall, LayerProblem, layer_problem
+from replayssm_cute.fused.reference import decode_step_reference
+from replayssm_cute.problem import Problem
+from replayssm_cute.ring import flushes
+
+pytestmark = pytest.mark.gpu
+
+CACHES = ("state", "x_cache", "B_cache", "dt_cache", "conv_cache")
+# Roundings of x, B and C, of y and of the result cost 1.65e-3 each in bf16; the step's own arithmetic adds 2e-4 and more
+# (see compare.bounds). Beside a reference with the same roundings only those that fall apart count.
+EXACT, ALIKE = {"bf16": 4.5e-3, "f16": 1.2e-3}, {"bf16": 3.3e-3, "f16": 1.1e-3}
+APPENDED = {"bf16": 2.5e-3, "f16": 3.2e-4}  # one rounding
+
+
+def _problems() -> Iterator[LayerProblem]:
+    """Every promised geometry, T from 1 to 16, both input types, each option absent once."""
+    kinds = itertools.cycle(("bf16", "f16"))
+    weights = itertools.cycle(("bf16", "f32", "f16"))
+    windows = itertools.cycle((16, 16, 11, 32))
+    tokens = (4, 1, 16, 2, 6, 8)
+    for number, ((H, P, N, G), T) in enumerate(zip(GEOMETRIES, tokens, strict=True)):
+        io = next(kinds)
+        step = Problem(
+            heads=H, head_dim=P, d_state=N, groups=G, tokens=T, window=max(T, next(windows)), io_dtype=io,
+            dt_dtype=io, state_dtype=("f32", "bf16", "f16")[number % 3], d_dtype=None if number == 3 else "f32",
+            dt_bias_dtype=None if number == 4 else next(weights), index_dtype=("i32", "i64", None)[number % 3],
+            dt_softplus=number != 5,
+        )  # fmt: skip
+        yield layer(
+            step, conv_dtype=next(weights), conv_bias_dtype=(next(weights), None)[number % 2],
+            norm_dtype=next(weights), norm_groups=(G, 1, 2 * G)[number // 2],
+        )  # fmt: skip
+    small = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
+    for T, W in ((1, 3), (3, 3), (5, 7), (12, 16), (16, 16), (32, 64)):
+        yield layer(dataclasses.replace(small, tokens=T, window=W), norm_groups=1)
+
+
+PROBLEMS = list(_problems())
+
+
+def on_gpu(call: LayerCall) -> LayerCall:
+    return copied(call, "cuda")
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=LayerProblem.label)
+def test_against_float64(problem: LayerProblem, batch: int) -> None:
+    """Outputs, rings, flushed states, and that nothing else changes, over strided rows, padding and poisoned memory."""
+    p = problem.step
+    padding = (1,) if p.index_dtype is not None and batch > 1 else ()
+    call = on_gpu(random_layer_call(problem, batch, padding=padding, wide=16 if batch == 3 else 0, seed=batch))
+    before, exact, model = copied(call), copied(call, **WIDE), copied(call)
+    assert replayssm_cute.decode_step(**kwargs(call)) is call.out
+    groups = problem.norm_groups
+    decode_step_reference(exact, groups, compute_dtype=torch.float64, between=torch.float64)
+    decode_step_reference(model, groups, compute_dtype=torch.float64)
+    assert error(call.out, exact.out) < EXACT[p.io_dtype]
+    assert error(call.out, model.out) < ALIKE[p.io_dtype]
+    assert not call.out[list(padding)].any()
+    for name, old in kwargs(before).items():
+        if isinstance(old, torch.Tensor) and name not in (*CACHES, "out"):
+            assert torch.equal(getattr(call, name).nan_to_num(), old.nan_to_num()), name
+    live = [row for row in range(batch) if row not in padding]
+    slots = torch.arange(batch, device="cuda") if call.state_batch_indices is None else call.state_batch_indices
+    slots = slots[live].long()
+    start, pnat = call.ring_start[slots].long(), call.prev_num_accepted_tokens[slots].long()
+    flushed = slots[flushes(pnat, p.tokens, p.window)]
+    assert torch.equal(call.conv_cache.nan_to_num(), model.conv_cache.nan_to_num())
+    kept = torch.ones(len(call.state), dtype=torch.bool, device="cuda")
+    kept[flushed] = False
+    assert torch.equal(call.state[kept].nan_to_num(), before.state[kept].nan_to_num())
+    if len(flushed):
+        assert error(call.state[flushed], exact.state[flushed]) < (APPENDED | {"f32": 1e-6})[p.state_dtype]
+    rows = (start[:, None] + pnat[:, None] + torch.arange(p.tokens, device="cuda")) % p.ring_rows
+    for name in ("x_cache", "B_cache", "dt_cache"):
+        got, expected, old = (getattr(c, name).transpose(1, 2) for c in (call, exact, before))
+        new = slots[:, None], rows
+        bound = 1e-6 if name == "dt_cache" else APPENDED[p.io_dtype]
+        assert error(got[new], expected[new]) < bound, name
+        untouched = torch.ones(got.shape[:2], dtype=torch.bool, device="cuda")
+        untouched[new] = False
+        assert torch.equal(got[untouched].nan_to_num(), old[untouched].nan_to_num()), name
+
+
+STEP = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=8)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_hundred_steps_of_random_acceptance_in_a_graph(tokens: int) -> None:
+    """One captured step and commit, replayed; outputs are those of a recurrence that saw accepted tokens alone."""
+    problem = layer(dataclasses.replace(STEP, heads=8, tokens=tokens), norm_groups=2)
+    base = on_gpu(fresh(problem, 6))
+    width = -(-problem.width // 8) * 8
+    held = {
+        "projected": torch.zeros(3, tokens, width, dtype=torch.bfloat16, device="cuda")[..., : problem.width],
+        "out": torch.zeros(3, tokens, problem.d_inner, dtype=torch.bfloat16, device="cuda"),
+        "state_batch_indices": torch.tensor([-1, -1, -1], dtype=torch.int32, device="cuda"),
+    }
+    accepted = torch.zeros(3, dtype=torch.int32, device="cuda")
+    call = dataclasses.replace(base, **held)
+
+    def step() -> None:
+        replayssm_cute.decode_step(**kwargs(call))
+        replayssm_cute.commit(
+            base.ring_start, base.prev_num_accepted_tokens, call.state_batch_indices, accepted, tokens=tokens, window=8
+        )
+
+    step()  # nothing but padding
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    truth = {slot: LayerHistory(copied(base, "cpu"), 2) for slot in range(4)}
+    rng, gen = random.Random(tokens), torch.Generator().manual_seed(0)
+    for _ in range(100):
+        rows = rng.sample([0, 1, 2, 3, -1], 3)
+        projected = (0.8 * torch.randn(3, tokens, problem.width, generator=gen)).to(torch.bfloat16)
+        counts = [rng.randint(0, tokens) for _ in rows]
+        held["projected"].copy_(projected)
+        held["state_batch_indices"].copy_(torch.tensor(rows))
+        accepted.copy_(torch.tensor(counts))
+        graph.replay()
+        out = held["out"].cpu()
+        for row, (slot, count) in enumerate(zip(rows, counts, strict=True)):
+            if slot >= 0:
+                assert error(out[row], truth[slot].run(as_array(projected[row]), count)) < EXACT["bf16"]
+            else:
+                assert not out[row].any()
+
+
+def _chain(call: LayerCall, chained: bool, enable_pdl: bool) -> launches.LayerPlan:
+    problem = layer_problem(call, pdl=chained)
+    return launches.make(problem, len(call.out), torch.cuda.current_device(), enable_pdl=enable_pdl)
+
+
+@pytest.mark.parametrize("batch", [1, 17, 64])
+def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> None:
+    """Many steps back to back in one graph, each on inputs that a kernel before it has just written."""
+    problem = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
+    live = torch.arange(batch) % 12  # none flushes, so that a step may be run again and again
+    start = on_gpu(random_layer_call(problem, batch, pnat=live, dead=0.0, wide=8))
+    outs = []
+    for chained, pdl in ((False, False), (True, False), (True, True)):
+        call = copied(start)
+        plan = _chain(call, chained, pdl)
+        source = call.projected.clone()
+        plan.launch(call)
+        torch.cuda.synchronize()
+        graph, kept = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for k in range(12):
+                torch.mul(source, 1.0 + k / 8, out=call.projected)
+                kept.append(plan.launch(call).clone())
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        outs.append([t.clone() for t in kept])
+        assert all(torch.isfinite(t).all() for t in kept)
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+def test_a_capture_before_a_first_call_is_refused_by_name() -> None:
+    call = on_gpu(random_layer_call(layer(dataclasses.replace(STEP, tokens=7), norm_groups=4), 2))
+    replayssm_cute.decode_step(**kwargs(copied(call)))
+    odd: dict[str, Any] = kwargs(call) | {"norm_groups": 8}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match=r"decode_step's norm .* is not ready"):
+        replayssm_cute.decode_step(**odd)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayssm_cute.decode_step(**kwargs(call))
+
+
+def test_bad_input_is_refused_before_a_launch() -> None:
+    call = on_gpu(random_layer_call(layer(STEP), 2))
+    replayssm_cute.decode_step(**kwargs(call))
+    before = copied(call)
+    torch.cuda.synchronize()
+    for changes, kind, message in (
+        ({"out": call.out[:, :1]}, ValueError, "out: got shape"),
+        ({"projected": call.projected.cpu()}, ValueError, "projected: on device cpu"),
+        ({"conv_cache": call.conv_cache.half()}, TypeError, "conv_cache: got torch.float16"),
+        ({"state": None}, TypeError, "state: got NoneType"),
+        ({"config": 4}, TypeError, "config: got int"),
+        ({"norm_groups": 3}, ValueError, "norm_groups: got 3"),
+    ):
+        with pytest.raises(kind, match=message):
+            replayssm_cute.decode_step(**(kwargs(call) | changes))
+    torch.cuda.synchronize()
+    for name in (*CACHES, "out"):
+        assert torch.equal(getattr(call, name).nan_to_num(), getattr(before, name).nan_to_num()), name
