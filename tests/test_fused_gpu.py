@@ -25,7 +25,7 @@ from replayssm_cute.ring import flushes
 pytestmark = pytest.mark.gpu
 
 CACHES = ("state", "x_cache", "B_cache", "dt_cache", "conv_cache")
-# Roundings of x, B and C, of y and of the result cost 1.65e-3 each in bf16; the step's own arithmetic adds 2e-4 and more
+# Roundings of x, B and C, of y and of the result cost 1.65e-3 each in bf16; the step itself adds 2e-4 and more
 # (see compare.bounds). Beside a reference with the same roundings only those that fall apart count.
 EXACT, ALIKE = {"bf16": 4.5e-3, "f16": 1.2e-3}, {"bf16": 3.3e-3, "f16": 1.1e-3}
 APPENDED = {"bf16": 2.5e-3, "f16": 3.2e-4}  # one rounding

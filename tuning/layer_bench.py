@@ -1,0 +1,236 @@
+"""Times of the fused decode step and of its parts: `python -m replayssm_tuning.layer_bench`.
+
+For each number of tokens and batch size, in interleaved rounds on one cell (cold L2, rotating slots, the stationary mix
+of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; and the same with programmatic
+dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
+predecessor too. Every number is microseconds a call in a CUDA graph. `--cuts` times the chain with other cuts of the
+conv and the norm, and these alone, beside the ones that the rule takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm_cute import calls, dtypes, fingerprint, plan, tables
+from replayssm_cute.fused import launches, shapes
+from replayssm_cute.fused.problem import LayerCall, LayerProblem
+from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.problem import Problem
+
+from . import acceptance
+from .manifest import commit
+from .policy import Policy
+from .slots import Cell, make_cell, slot_sets
+from .timing import Timed, capture, interleave, summary
+
+BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
+CHAIN, PDL, PDL_TOO = "chain", "chain, PDL", "chain, PDL, conv too"
+PARTS = ("conv", "step", "norm")
+CONV_CUTS = ((2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128), (8, 256))
+NORM_WARPS = (1, 2, 4)
+
+
+def layer_problem(tokens: int, window: int, state_dtype: str) -> LayerProblem:
+    """Nemotron-3 Super's layer: 128 heads of 64 by 128, 8 groups."""
+    step = Problem(128, 64, 128, 8, tokens, window, state_dtype=state_dtype)
+    return LayerProblem(step, "bf16", "bf16", "bf16", 8)
+
+
+def layer_calls(problem: LayerProblem, cell: Cell, seed: int) -> list[LayerCall]:
+    """A decode step on each of a cell's slot sets: its caches, projections and a conv ring of their own."""
+    first = cell.calls[0]
+    device, io = first.state.device, first.x.dtype
+    gen = torch.Generator(device).manual_seed(seed)
+    p, sets = problem.step, len(cell.calls)
+
+    def normal(*shape: int, kind: str | None = None) -> torch.Tensor:
+        t = torch.empty(shape, dtype=io if kind is None else dtypes.TORCH[kind], device=device)
+        return t.normal_(generator=gen)
+
+    projected = normal(sets, cell.batch, p.tokens, problem.width)
+    conv_cache = normal(first.state.shape[0], p.ring_rows, problem.channels)
+    weight = normal(problem.channels, 4, kind=problem.conv_dtype).mul_(0.5)
+    bias = None if problem.conv_bias_dtype is None else normal(problem.channels, kind=problem.conv_bias_dtype)
+    norm_weight = normal(problem.d_inner, kind=problem.norm_dtype)
+    scratch = normal(cell.batch, p.tokens, problem.channels)  # one for all layers, as an engine has it
+
+    def per_head(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t[:, 0].contiguous()
+
+    made = []
+    for i, call in enumerate(cell.calls):
+        projected[i, ..., -p.heads :] = call.dt[..., 0]
+        made.append(
+            LayerCall(
+                projected=projected[i],
+                state=call.state,
+                x_cache=call.x_cache,
+                B_cache=call.B_cache,
+                dt_cache=call.dt_cache,
+                conv_cache=conv_cache,
+                ring_start=call.ring_start,
+                prev_num_accepted_tokens=call.prev_num_accepted_tokens,
+                conv_weight=weight,
+                conv_bias=bias,
+                A=call.A[:, 0, 0].contiguous(),
+                D=per_head(call.D),
+                dt_bias=per_head(call.dt_bias),
+                norm_weight=norm_weight,
+                out=call.out.flatten(-2),
+                state_batch_indices=call.state_batch_indices,
+                scratch=scratch,
+            )
+        )
+    return made
+
+
+def conv_bytes(problem: LayerProblem, batch: int) -> int:
+    """Bytes that a conv has to move: tokens in, out and into the ring, three rows from it, weights once."""
+    p = problem.step
+    rows = batch * (3 * p.tokens + 3)
+    return dtypes.BYTES[p.io_dtype] * problem.channels * rows + 4 * problem.channels * dtypes.BYTES[problem.conv_dtype]
+
+
+def norm_bytes(problem: LayerProblem, batch: int) -> int:
+    """Bytes that a norm has to move: y in and out, z in."""
+    return 3 * batch * problem.step.tokens * problem.d_inner * dtypes.BYTES[problem.step.io_dtype]
+
+
+class Bench:
+    """Measures cells on the current device."""
+
+    def __init__(self, policy: Policy, cuts: bool) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.policy, self.cuts = policy, cuts
+        self.target = plan.device_target(self.device.index)
+
+    def plan_of(self, problem: LayerProblem, batch: int, chained: bool, pdl: bool, **cuts: Any) -> launches.LayerPlan:
+        """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
+        config = tables.choose(problem.step, batch, self.target).config
+        step = dataclasses.replace(problem.step, pdl=chained)
+        return launches.make(
+            dataclasses.replace(problem, step=step), batch, self.device.index, config=config, enable_pdl=pdl, **cuts
+        )
+
+    def entrants(self, problem: LayerProblem, batch: int) -> Iterator[tuple[str, launches.LayerPlan, int | None]]:
+        """(name, plan, which of its three launches alone; None all)."""
+        plain = self.plan_of(problem, batch, False, False)
+        for k, name in enumerate(PARTS):
+            yield name, plain, k
+        yield CHAIN, plain, None
+        yield PDL, self.plan_of(problem, batch, True, False), None
+        yield PDL_TOO, self.plan_of(problem, batch, True, True), None
+        if not self.cuts:
+            return
+        pdl = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
+        for vector, threads in CONV_CUTS:
+            base = shapes.conv_shape(pdl, batch, chained=True, pdl=False)
+            cut = dataclasses.replace(base, vector=vector, threads=threads)
+            made = self.plan_of(problem, batch, True, False, conv=cut)
+            yield f"{PDL}, conv {vector} x {threads}", made, None
+            yield f"conv {vector} x {threads}", made, 0
+        for warps in NORM_WARPS:
+            norm = dataclasses.replace(shapes.norm_shape(pdl, chained=True), warps=warps)
+            made = self.plan_of(problem, batch, True, False, norm=norm)
+            yield f"{PDL}, norm {warps} warps", made, None
+            alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
+            yield f"norm {warps} warps", dataclasses.replace(made, norm=alone), 2
+
+    def cell(self, problem: LayerProblem, batch: int) -> dict[str, Any]:
+        """Times of all entrants on one cell."""
+        mix = acceptance.stationary([1 / problem.step.tokens] * problem.step.tokens, problem.step.window)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+        sets = slot_sets(problem.step, batch, mix, self.policy, l2=l2, free=free // 2)
+        cell = make_cell(problem.step, batch, mix, self.policy, self.device, sets)
+        made = layer_calls(problem, cell, self.policy.seed)
+        of = {id(call): own for call, own in zip(cell.calls, made, strict=True)}
+        names, field = [], []
+        for name, made_plan, only in self.entrants(problem, batch):
+            field.append(self._captured(cell, of, made_plan, only))
+            names.append(name)
+        samples = interleave(field, self.policy.race_rounds, self.policy.race_replays)
+        times = {name: summary(s) for name, s in zip(names, samples, strict=True)}
+        for name, bytes_ in (("conv", conv_bytes(problem, batch)), ("norm", norm_bytes(problem, batch))):
+            times[name]["gb_s"] = bytes_ / times[name]["time_us"] / 1e3
+        config = tables.choose(problem.step, batch, self.target)
+        return {
+            "tokens": problem.step.tokens,
+            "batch": batch,
+            "sets": sets,
+            "flush": cell.flush,
+            "config": config.config.label(),
+            "times": times,
+        }
+
+    def _captured(self, cell: Cell, of: dict[int, LayerCall], made: launches.LayerPlan, only: int | None) -> Timed:
+        parts = {key: made.parts(own) for key, own in of.items()}
+
+        def run(call: calls.Call) -> None:
+            every = parts[id(call)]
+            for kernel, arguments in every if only is None else every[only : only + 1]:
+                kernel(*arguments)
+
+        return capture(run, cell, self.policy, writes_outputs=only is None)
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """The times as text, a cell a line."""
+    columns: list[str] = [*PARTS, CHAIN, PDL, PDL_TOO]
+    lines = ["  T batch  " + "  ".join(f"{c:>12}" for c in (*columns, "step's config"))]
+    for cell in cells:
+        row = [f"{cell['times'][c]['time_us']:12.2f}".rjust(max(12, len(c))) for c in columns]
+        lines.append(f"{cell['tokens']:3} {cell['batch']:5}  " + "  ".join([*row, cell["config"]]))
+        if more := [f"{n}: {t['time_us']:.2f}" for n, t in cell["times"].items() if n not in columns]:
+            lines.append("           " + "; ".join(more))
+    return "\n".join(lines)
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """What the times belong to."""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "commit": commit(),
+        "kernels": fingerprint.kernels(),
+        "layer_kernels": fingerprint.kernels("fused"),
+        "torch": torch.__version__,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, or 1 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.layer_bench", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="N")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T")
+    parser.add_argument("--window", type=int, default=16, metavar="W")
+    parser.add_argument("--state", choices=dtypes.STATE, default="f32")
+    parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
+        return 1
+    bench = Bench(Policy(), args.cuts)
+    cells = []
+    for tokens in args.tokens:
+        problem = layer_problem(tokens, args.window, args.state)
+        for batch in args.batches:
+            cells.append(bench.cell(problem, batch))
+            torch.cuda.empty_cache()
+            print(f"T {tokens}, batch {batch} done", file=sys.stderr, flush=True)
+    print(table(cells))
+    if args.out is not None:
+        args.out.write_text(json.dumps({**facts(bench.device), "cells": cells}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
