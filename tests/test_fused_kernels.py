@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import fused_lanes
+import pretend_cuda
 import pytest
 import torch
 from fused_calls import copied, kwargs, layer, random_layer_call
 from test_fused_reference import error
 
 from replayssm_cute import compiler, fingerprint, plan, resources, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, proof, shapes
 from replayssm_cute.fused.problem import LayerCall, layer_problem
 from replayssm_cute.fused.recipes import LayerRecipe
@@ -252,6 +254,33 @@ def test_code_asks_for_what_needs_no_predecessor_before_it_waits() -> None:
     assert loads_around_the_wait(shapes.norm_shape(SUPER, chained=True)) == (3, 1)
     conv = shapes.conv_shape(SUPER, 256, chained=True, pdl=True)
     assert loads_around_the_wait(conv) == (3 + 4 + 2 + 3, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a driver: addresses are made up")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("index_dtype", ["i32", "i64", None])
+def test_real_kernels_take_these_arguments_as_far_as_the_missing_driver(index_dtype: str | None, batch: int) -> None:
+    """Every check that compiled code makes of a call's tensors lets them pass; a wrong one it names."""
+    step = dataclasses.replace(STEP, index_dtype=index_dtype, pdl=True)
+    problem = layer(step, norm_groups=2, conv_bias_dtype=None if index_dtype is None else "f32")
+    call = random_layer_call(problem, batch, wide=8)
+    where = target.named("h200")
+    found = [compiler._load(compiler.entry_of(LayerRecipe(s), where).path) for s in (
+        shapes.conv_shape(problem, batch, chained=True, pdl=False), shapes.norm_shape(problem, chained=True)
+    )]  # fmt: skip
+    inner = plan.Plan(step, batch, None, None, compiler.get(step, TileConfig(), where))
+    made = launches.LayerPlan(problem, inner, *found)
+
+    def pretended(arguments: tuple[Any, ...]) -> list[Any]:
+        return [pretend_cuda.Pretend.like(a).tensor() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+    for kernel, arguments in made.parts(call):
+        with pytest.raises(RuntimeError, match=r"(?i)cuda|driver"):
+            kernel(*pretended(arguments))
+        short = pretended(arguments)
+        short[0] = pretend_cuda.Pretend.like(arguments[0][..., :-8]).tensor()
+        with pytest.raises(ValueError, match=r"(?i)mismatch|shape"):
+            kernel(*short)
 
 
 def test_a_problem_is_that_of_its_call() -> None:
