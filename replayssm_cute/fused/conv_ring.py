@@ -24,9 +24,9 @@ def bytes_per_slot(channels: int, window: int, tokens: int, io_bytes: int = 2) -
     return ring.ring_rows(window, tokens) * channels * io_bytes
 
 
-def history_rows(start: torch.Tensor, position: torch.Tensor, rows: int) -> torch.Tensor:
-    """(b, 3) int64: the ring rows of the three inputs before live row `position`, oldest first."""
-    before = torch.arange(-HISTORY, 0, device=start.device)
+def history_rows(start: torch.Tensor, position: torch.Tensor, rows: int, depth: int = HISTORY) -> torch.Tensor:
+    """(b, depth) int64: the ring rows of the `depth` inputs before live row `position`, oldest first."""
+    before = torch.arange(-depth, 0, device=start.device)
     return (start.long()[:, None] + position.long()[:, None] + before) % rows
 
 
@@ -41,18 +41,18 @@ def history(
     """The last three raw inputs of each slot: what `set_history` takes, and what engines call the conv state.
 
     Args:
-        conv_cache: (slots, R, channels).
+        conv_cache: (slots, R, channels), or (layers, slots, R, channels) for all layers at once.
         ring_start, prev_num_accepted_tokens: (slots,) cursors.
         slots: (b,) int32 or int64; padding rows give those of another row, or of slot 0.
         count: (b,) live rows to count, as in `ReplayCache.materialize`; None counts all. With T tokens a step, rows
             before the third of a fold of less than 3 - T rows may be overwritten already: count >= 3 - T.
 
     Returns:
-        (b, 3, channels), oldest first, in conv_cache's dtype.
+        (b, 3, channels), oldest first, in conv_cache's dtype; (layers, b, 3, channels) of all layers.
     """
     safe = rows_of(pad_slot_id, slots).slots(slots)
     position = prev_num_accepted_tokens[safe] if count is None else count
-    return conv_cache[safe[:, None], history_rows(ring_start[safe], position, conv_cache.shape[1])]
+    return conv_cache[..., safe[:, None], history_rows(ring_start[safe], position, conv_cache.shape[-2]), :]
 
 
 def set_history(
@@ -71,12 +71,13 @@ def set_history(
     Args:
         conv_cache, ring_start, prev_num_accepted_tokens, slots, pad_slot_id: as in `history`; live slots are distinct,
             and padding rows change nothing.
-        inputs: (b, 3, channels), oldest first; zeros stand for tokens before the first one.
+        inputs: (b, n, channels), or with a dimension of layers before, oldest first; zeros stand for tokens before the
+            first one. n is 3, or more where live rows go along, at most R.
     """
     rows = rows_of(pad_slot_id, slots)
     safe = rows.slots(slots)
-    at = history_rows(ring_start[safe], prev_num_accepted_tokens[safe], conv_cache.shape[1])
-    place = (safe[:, None], at)
-    shape = (*at.shape, conv_cache.shape[2])
-    values = conv_cache.new_zeros(shape) if inputs is None else inputs.to(conv_cache.dtype)[rows.index]
+    depth = HISTORY if inputs is None else inputs.shape[-2]
+    at = history_rows(ring_start[safe], prev_num_accepted_tokens[safe], conv_cache.shape[-2], depth)
+    place = (..., safe[:, None], at, slice(None))
+    values = conv_cache.new_zeros(()) if inputs is None else inputs.to(conv_cache.dtype)[..., rows.index, :, :]
     conv_cache[place] = torch.where(rows.any_live, values, conv_cache[place])
