@@ -13,6 +13,8 @@ from replayssm_tuning.policy import Policy
 from replayssm_tuning.slots import make_cell
 
 import replayssm_cute
+from replayssm_cute import compiler, plan, target
+from replayssm_cute.fused import launches
 from replayssm_cute.fused.problem import layer_problem
 from replayssm_cute.problem import Problem
 
@@ -35,6 +37,26 @@ def test_bytes_of_conv_and_norm() -> None:
     problem = layer_bench.layer_problem(4, 16, "f32")
     assert layer_bench.conv_bytes(problem, 2) == 2 * 10240 * (2 * 15) + 4 * 10240 * 2
     assert layer_bench.norm_bytes(problem, 2) == 3 * 2 * 4 * 8192 * 2
+
+
+def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --compile-for fills the cache with is what a bench on the GPU loads."""
+    where, asked = target.named("h200"), set()
+    monkeypatch.setattr(launches, "ready", lambda recipe, device: asked.add(recipe) or print)
+    monkeypatch.setattr(plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made())
+    bench = layer_bench.Bench.__new__(layer_bench.Bench)
+    bench.cuts, bench.target, bench.device = True, where, torch.device("cuda", 0)
+    for tokens, batch in ((1, 1), (4, 256)):
+        asked.clear()
+        problem = layer_bench.layer_problem(tokens, 16, "f32")
+        assert len(list(bench.entrants(problem, batch))) == 6 + 8 + 2 * 7 + 2 * 3
+        assert asked == set(layer_bench.kernels(problem, batch, where, True))
+
+
+class Made:
+    """Stands in for a step's plan."""
+
+    kernel = print
 
 
 def test_its_table() -> None:

@@ -1,10 +1,11 @@
 """Times of the fused decode step and of its parts: `python -m replayssm_tuning.layer_bench`.
 
 For each number of tokens and batch size, in interleaved rounds on one cell (cold L2, rotating slots, the stationary mix
-of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; and the same with programmatic
+of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; the same with programmatic
 dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
-predecessor too. Every number is microseconds a call in a CUDA graph. `--cuts` times the chain with other cuts of the
-conv and the norm, and these alone, beside the ones that the rule takes.
+predecessor too; and steps that have the conv in them, alone and with the norm. Every number is microseconds a call in a
+CUDA graph. `--cuts` times the chain with other cuts of the conv and the norm, and these alone, beside those that the
+rule takes. `--compile-for h200` only fills the kernel cache, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 
-from replayssm_cute import calls, dtypes, fingerprint, plan, tables
+from replayssm_cute import calls, compiler, dtypes, fingerprint, plan, tables
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.fused.shapes import StepConvShape
 from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target, named
 
 from . import acceptance
 from .manifest import commit
@@ -34,6 +38,8 @@ from .timing import Timed, capture, interleave, summary
 BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
 CHAIN, PDL, PDL_TOO = "chain", "chain, PDL", "chain, PDL, conv too"
 PARTS = ("conv", "step", "norm")
+# Steps with the conv in them: every batch small enough for one head a CTA is worth a try.
+ONE_KERNEL = (TileConfig(), TileConfig(ctas_per_sm=3), TileConfig(ctas_per_sm=5), TileConfig(tiles_per_warp=2))
 CONV_CUTS = ((2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128), (8, 256))
 NORM_WARPS = (1, 2, 4)
 
@@ -104,6 +110,26 @@ def norm_bytes(problem: LayerProblem, batch: int) -> int:
     return 3 * batch * problem.step.tokens * problem.d_inner * dtypes.BYTES[problem.step.io_dtype]
 
 
+def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> list[compiler.Recipe]:
+    """Every kernel that a cell's entrants launch."""
+    config = tables.choose(problem.step, batch, target).config
+    found: list[compiler.Recipe] = []
+    for pdl in (False, True):
+        step = dataclasses.replace(problem.step, pdl=pdl)
+        found.append(compiler.StepRecipe(step, config))
+        found.append(LayerRecipe(shapes.norm_shape(problem, chained=pdl)))
+        for each in ONE_KERNEL if not pdl else ():
+            found.append(LayerRecipe(StepConvShape(step, each, problem.conv_dtype, problem.conv_bias_dtype)))
+    for chained, pdl in ((False, False), (True, False), (True, True)):
+        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=chained, pdl=pdl)]
+    if cuts:
+        conv = shapes.conv_shape(problem, batch, chained=True, pdl=False)
+        found += [LayerRecipe(dataclasses.replace(conv, vector=v, threads=t)) for v, t in CONV_CUTS]
+        norm = shapes.norm_shape(problem, chained=True)
+        found += [LayerRecipe(dataclasses.replace(norm, warps=w, pdl=pdl)) for w in NORM_WARPS for pdl in (True, False)]
+    return found
+
+
 class Bench:
     """Measures cells on the current device."""
 
@@ -128,17 +154,21 @@ class Bench:
         yield CHAIN, plain, None
         yield PDL, self.plan_of(problem, batch, True, False), None
         yield PDL_TOO, self.plan_of(problem, batch, True, True), None
+        chained = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
+        for config in ONE_KERNEL:
+            made = launches.make(chained, batch, self.device.index, config=config, conv_in_step=True)
+            yield f"conv in step {config.label()}, PDL", made, None
+            yield f"conv in step {config.label()}", made, 0
         if not self.cuts:
             return
-        pdl = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
         for vector, threads in CONV_CUTS:
-            base = shapes.conv_shape(pdl, batch, chained=True, pdl=False)
+            base = shapes.conv_shape(chained, batch, chained=True, pdl=False)
             cut = dataclasses.replace(base, vector=vector, threads=threads)
             made = self.plan_of(problem, batch, True, False, conv=cut)
             yield f"{PDL}, conv {vector} x {threads}", made, None
             yield f"conv {vector} x {threads}", made, 0
         for warps in NORM_WARPS:
-            norm = dataclasses.replace(shapes.norm_shape(pdl, chained=True), warps=warps)
+            norm = dataclasses.replace(shapes.norm_shape(chained, chained=True), warps=warps)
             made = self.plan_of(problem, batch, True, False, norm=norm)
             yield f"{PDL}, norm {warps} warps", made, None
             alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
@@ -213,8 +243,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=16, metavar="W")
     parser.add_argument("--state", choices=dtypes.STATE, default="f32")
     parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
+    parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args(argv)
+    if args.compile_for is not None:
+        where = named(args.compile_for)
+        problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
+        wanted = dict.fromkeys(k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts))
+        for recipe in wanted:
+            compiler.entry_of(recipe, where)
+        print(f"{len(wanted)} kernels for {where.name} are in {compiler.cache_dir()}")
+        return 0
     if not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
         return 1
