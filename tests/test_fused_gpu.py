@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from fused_calls import LayerHistory, copied, kwargs, layer, random_layer_call
-from gpu_matrix import GEOMETRIES
+from gpu_matrix import GEOMETRIES, tile_config
 from oracle import as_array
 from test_fused_reference import WIDE, error, fresh
 
 import replayssm_cute
+from replayssm_cute import compiler, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches
 from replayssm_cute.fused.problem import LayerCall, LayerProblem, layer_problem
@@ -58,19 +59,30 @@ def _problems() -> Iterator[LayerProblem]:
 PROBLEMS = list(_problems())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """Compile the steps of the matrix in parallel first."""
+    if torch.cuda.is_available():
+        where = target.of_device(torch.cuda.current_device())
+        steps = [dataclasses.replace(p.step, pdl=True) for p in PROBLEMS]
+        compiler.compile_many([(step, tile_config("one", step, where), where) for step in steps])
+
+
 def on_gpu(call: LayerCall) -> LayerCall:
     return copied(call, "cuda")
 
 
 @pytest.mark.parametrize("batch", [1, 3, 40])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=LayerProblem.label)
-def test_against_float64(problem: LayerProblem, batch: int) -> None:
+def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, rings, flushed states, and that nothing else changes, over strided rows, padding and poisoned memory."""
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")  # the kernels are held to more here
     p = problem.step
+    config = tile_config("one", dataclasses.replace(p, pdl=True), target.of_device(torch.cuda.current_device()))
     padding = (1,) if p.index_dtype is not None and batch > 1 else ()
     call = on_gpu(random_layer_call(problem, batch, padding=padding, wide=16 if batch == 3 else 0, seed=batch))
     before, exact, model = copied(call), copied(call, **WIDE), copied(call)
-    assert replayssm_cute.decode_step(**kwargs(call)) is call.out
+    assert replayssm_cute.decode_step(**kwargs(call), config=config) is call.out
     groups = problem.norm_groups
     decode_step_reference(exact, groups, compute_dtype=torch.float64, between=torch.float64)
     decode_step_reference(model, groups, compute_dtype=torch.float64)
