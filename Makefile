@@ -9,19 +9,21 @@ EXTRAS ?= tuning,dev
 PLAN ?= tuning/plans/nemotron3-super.toml
 TUNE_ARGS ?= --tp 1 --budget 225s
 PYTEST_ARGS ?=
+SANITIZE_ARGS ?=
 
 comma := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv tune test test-gpu lint format clean
+.PHONY: help venv tune test test-gpu sanitize lint format clean
 
 help:
 	@echo 'make venv      create $(VENV) and install the project with constraints.txt and the extras [$(EXTRAS)]'
 	@echo 'make tune      sweep PLAN=$(PLAN) with TUNE_ARGS=$(TUNE_ARGS), then draw the report'
 	@echo 'make test      run the tests'
 	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo 'make sanitize  run every kind of kernel under compute-sanitizer; needs a GPU and the tool'
 	@echo 'make lint      ruff format --check, ruff check, mypy'
 	@echo 'make format    let ruff format and fix'
 	@echo 'make clean     remove caches and build output (not $(VENV))'
@@ -47,6 +49,9 @@ test: venv
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+sanitize: venv
+	$(BIN)/python tests/sanitize.py $(SANITIZE_ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

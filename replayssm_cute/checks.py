@@ -55,7 +55,11 @@ def check_values(
         unique, count = torch.unique(live, return_counts=True)
         if bool((count > 1).any()):
             twice = int(unique[count > 1][0])
-            raise ValueError(f"state_batch_indices: got slot {twice} more than once, expected distinct live slots")
+            first, second = rows[live == twice][:2].tolist()
+            raise ValueError(
+                f"state_batch_indices: got slot {twice} more than once, for batch rows {first} and "
+                f"{second}, expected distinct live slots"
+            )
     start, pnat = ring_start[live], prev_num_accepted_tokens[live]
     rings = window + tokens
     _refuse("ring_start", start, rows, (start < 0) | (start >= rings), f"0..{rings - 1}")

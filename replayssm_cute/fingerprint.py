@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _GROUPS = {
     "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py")),
     "sm100": ("kernels/sm100", ("sm100.py",)),
-    "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py")),
+    "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py", "cache/shapes.py")),
     "fused": ("fused/kernels", ("fused/shapes.py", "dtypes.py", "config.py", "kernels/primitives.py")),
 }
 _DSL_WHEELS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,9 +109,12 @@ class Runner:
     def limit(self) -> dict[str, Any]:
         return {"read_gbs": 4600.0, "method": "made up"}
 
-    def cell(self, problem: Problem, batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
+    def cell(
+        self, problem: Problem, batch: int, load: Mapping[str, Sequence[float]], read_gbs: float
+    ) -> dict[str, Any]:
         assert read_gbs == 4600.0
-        assert len(lengths) == problem.tokens
+        assert set(load) == ({"lengths", "tokens"} if problem.ragged else {"lengths"})
+        assert all(len(shares) == problem.tokens for shares in load.values())
         if batch in self.broken:
             raise self.broken[batch]
         return measured(problem, batch)

@@ -119,6 +119,28 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     ),
 }
 
+# Rows with lengths of their own; see `ragged_call`.
+RAGGED: dict[str, tuple[Problem, TileConfig]] = {
+    name: (dataclasses.replace(problem, ragged=True), config)
+    for name, (problem, config) in {
+        "ragged": (BASE, TileConfig()),
+        "ragged, two turns, a tail": (
+            dataclasses.replace(ONE_GROUP, state_dtype="bf16"),
+            TileConfig(heads_per_cta=2, stages=2, tail_rows=2),
+        ),
+        "ragged, two at a time": (FOUR, PAIRS),
+        "ragged, whole, two tiles": (BF16, TileConfig(ring="whole", tiles_per_warp=2)),
+        "ragged, T 1": (dataclasses.replace(F16, tokens=1), TileConfig(head_split=2)),
+        "ragged, gaps everywhere": (dataclasses.replace(FOUR, compact=False), TileConfig(heads_per_cta=2)),
+        "ragged, T 32, W 64": (dataclasses.replace(BASE, tokens=32, window=64), TileConfig()),
+        "ragged, T 17, W 40, two turns": (
+            dataclasses.replace(FOUR, tokens=17, window=40, state_dtype="bf16"),
+            TileConfig(heads_per_cta=2),
+        ),
+    }.items()
+}
+FAR_SLOT = 1 << 28  # of padding rows: whatever reads it is far outside every cache
+
 
 def cursors(problem: Problem) -> list[tuple[int, int]]:
     """(ring start, live rows): the fewest and the most that flush and that do not, wrapped around and not."""
@@ -163,6 +185,24 @@ def example_call(problem: Problem) -> tuple[Call, int | None]:
             setattr(call, name, wide(t, 0, 1, *(() if problem.compact else (2,))))
     call.dt = wide(call.dt[..., 0].contiguous(), 0, 1)[..., None].expand(call.dt.shape)
     return call, padding
+
+
+def ragged_call(problem: Problem) -> Call:
+    """Rows of all, no, some and one token; full windows and empty ones; padding that names `FAR_SLOT`; a tail."""
+    T, W = problem.tokens, problem.window
+    rows = [(T, 0), (0, W), (T // 2, W), (T, 3), (1, W - T // 2), (1, W), (T, W - T + 1)]
+    lengths, pnat = zip(*rows, strict=True)
+    starts = [7 * n % problem.ring_rows for n in range(len(rows))]
+    call = random_call(
+        problem, len(rows), lengths=lengths, pnat=pnat, ring_start=starts, padding=(3,), pad_slot_id=FAR_SLOT, tail=2
+    )
+    if not problem.compact:
+        for name in ("state", "x_cache", "B_cache"):
+            setattr(call, name, wide(getattr(call, name), 0, 1))
+        for name in ("x", "B", "C", "out", "z"):
+            if (t := getattr(call, name)) is not None:
+                setattr(call, name, wide(t, 1, 2))
+    return call
 
 
 def every_pnat_call(problem: Problem) -> Call:

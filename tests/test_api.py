@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fakes
@@ -77,6 +78,7 @@ def test_a_padding_row_without_indices_is_not_checked() -> None:
         replayssm_cute.checkpointing_ssu(**call.kwargs())
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("name", ["state_scale", "rand_seed"])
 def test_arguments_that_are_not_served_are_named_before_anything_is_written(name: str) -> None:
     call = random_call(SMALL, 2)
@@ -96,16 +98,16 @@ def corrupt(name: str, row: int, value: int) -> calls.Call:
     return call
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("state_batch_indices", 6, "got 6 for batch row 1, expected a slot below 6"),
-        ("ring_start", 6, "got 6 for batch row 1, expected 0..5"),
-        ("ring_start", -1, "got -1 for batch row 1, expected 0..5"),
-        ("prev_num_accepted_tokens", 5, "got 5 for batch row 1, expected 0..4"),
-        ("prev_num_accepted_tokens", -1, "got -1 for batch row 1, expected 0..4"),
-    ],
-)
+BAD_VALUES = [
+    ("state_batch_indices", 6, "got 6 for batch row 1, expected a slot below 6"),
+    ("ring_start", 6, "got 6 for batch row 1, expected 0..5"),
+    ("ring_start", -1, "got -1 for batch row 1, expected 0..5"),
+    ("prev_num_accepted_tokens", 5, "got 5 for batch row 1, expected 0..4"),
+    ("prev_num_accepted_tokens", -1, "got -1 for batch row 1, expected 0..4"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_VALUES)
 def test_bad_values_are_refused_before_anything_is_written(name: str, value: int, expected: str) -> None:
     call = corrupt(name, 1, value)
     before = call.clone()
@@ -116,17 +118,17 @@ def test_bad_values_are_refused_before_anything_is_written(name: str, value: int
         torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "expected"),
-    [
-        ([1, 2, 4, 4], "got 1 for batch row 0, expected 0, the first token"),
-        ([-1, 2, 4, 4], "got -1 for batch row 0, expected 0, the first token"),
-        ([0, 2, 1, 3], "got a length of -1 for batch row 1, expected 0..2 (max_seqlen), that is, entries that never"),
-        ([0, 1, 2, 5], "got a length of 3 for batch row 2, expected 0..2 (max_seqlen)"),
-        ([0, 1, 3, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
-        ([0, 2, 4, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
-    ],
-)
+BAD_LENGTHS = [
+    ([1, 2, 4, 4], "got 1 for batch row 0, expected 0, the first token"),
+    ([-1, 2, 4, 4], "got -1 for batch row 0, expected 0, the first token"),
+    ([0, 2, 1, 3], "got a length of -1 for batch row 1, expected 0..2 (max_seqlen), that is, entries that never"),
+    ([0, 1, 2, 5], "got a length of 3 for batch row 2, expected 0..2 (max_seqlen)"),
+    ([0, 1, 3, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
+    ([0, 2, 4, 5], "got an end of 5 for batch row 2, expected at most 4, the tokens of x"),
+]
+
+
+@pytest.mark.parametrize(("cu_seqlens", "expected"), BAD_LENGTHS)
 @pytest.mark.parametrize("index", ["i32", None])
 def test_bad_row_lengths_are_refused_before_anything_is_written(
     cu_seqlens: list[int], expected: str, index: str | None
@@ -186,7 +188,9 @@ def test_a_live_slot_named_twice_is_refused_and_padding_may_repeat() -> None:
     call = random_call(SMALL, 3, pnat=[1, 1, 1])
     assert call.state_batch_indices is not None
     call.state_batch_indices[2] = call.state_batch_indices[0]
-    with pytest.raises(ValueError, match=r"state_batch_indices: got slot \d more than once"):
+    with pytest.raises(
+        ValueError, match=r"^state_batch_indices: got slot \d more than once, for batch rows 0 and 2, exp"
+    ):
         replayssm_cute.checkpointing_ssu(**call.kwargs())
     call.pad_slot_id = int(call.state_batch_indices[0])
     replayssm_cute.checkpointing_ssu(**call.kwargs())
@@ -199,16 +203,57 @@ def test_values_of_cuda_tensors_are_checked_when_asked(monkeypatch: pytest.Monke
         assert checks.enabled() is expected
 
 
+def bad_calls() -> Iterator[tuple[calls.Call, str]]:
+    """Calls with a wrong value on the device, each with what is said of it."""
+    for name, value, expected in BAD_VALUES:
+        yield corrupt(name, 1, value), f"{name}: {expected}"
+    for cu_seqlens, expected in BAD_LENGTHS:
+        ragged = random_call(RAGGED, 3, lengths=(2, 1, 0), tail=1)
+        ragged.cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
+        yield ragged, f"cu_seqlens: {expected}"
+    beyond = random_call(dataclasses.replace(SMALL, index_dtype="i64"), 3)
+    twice = random_call(SMALL, 3, pnat=[1, 1, 1])
+    assert beyond.state_batch_indices is not None and twice.state_batch_indices is not None
+    beyond.state_batch_indices[2] = 1 << 40
+    yield beyond, f"state_batch_indices: got {1 << 40} for batch row 2, expected a slot below 6"
+    twice.state_batch_indices[2] = twice.state_batch_indices[1]
+    yield (
+        twice,
+        f"state_batch_indices: got slot {int(twice.state_batch_indices[1])} more than once, for batch rows 1 and 2",
+    )
+
+
 @pytest.mark.gpu
 def test_values_of_cuda_tensors_are_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value that lives on the device: with REPLAYSSM_CHECK=1 nothing is written, and good calls still run."""
     monkeypatch.setattr(api, "_CHECK", True)
-    for name, value in (("state_batch_indices", 6), ("ring_start", 6), ("prev_num_accepted_tokens", 5)):
-        call = corrupt(name, 1, value).to("cuda")
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    for bad, expected in bad_calls():
+        call = bad.to("cuda")
         before = call.clone()
-        with pytest.raises(ValueError, match=f"^{name}: got {value} for batch row 1"):
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
             replayssm_cute.checkpointing_ssu(**call.kwargs())
         torch.cuda.synchronize()
-        torch.testing.assert_close(call.x_cache, before.x_cache, rtol=0, atol=0, equal_nan=True)
+        for name in calls.WRITTEN:
+            got, kept = getattr(call, name), getattr(before, name)
+            torch.testing.assert_close(got, kept, rtol=0, atol=0, equal_nan=True)
+    for problem in (SMALL, RAGGED):
+        good = random_call(problem, 3, padding=(1,), dead=0.0).to("cuda")
+        good.out.fill_(float("nan"))
+        replayssm_cute.checkpointing_ssu(**good.kwargs())
+        assert bool(torch.isfinite(good.out).all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # in which nothing may synchronize: the checks stand back
+            replayssm_cute.checkpointing_ssu(**good.kwargs())
+        good.out.fill_(float("nan"))
+        graph.replay()
+        assert bool(torch.isfinite(good.out).all())
+
+
+def test_every_wrong_value_is_refused_on_the_cpu_in_the_same_words() -> None:
+    for bad, expected in bad_calls():
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+            replayssm_cute.checkpointing_ssu(**bad.kwargs())
 
 
 def test_other_devices_and_types_are_refused() -> None:

@@ -167,6 +167,7 @@ def test_no_operation_reads_a_value_on_the_host() -> None:
         (lambda c: c.reset(torch.tensor([0.0])), TypeError, "slots: got torch.float32, expected torch.int32 or"),
         (lambda c: c.reset(torch.tensor([[0]])), ValueError, r"slots: got shape \(1, 1\), expected \(batch,\)"),
         (lambda c: c.reset([True]), TypeError, "slots: got True"),
+        (lambda c: c.reset(2), TypeError, "slots: got int, expected ints or a tensor of slots"),
         (lambda c: c.reset(torch.empty(1, dtype=torch.int32, device="meta")), ValueError, "slots: on device meta"),
         (lambda c: c.copy([0], [0, 1]), ValueError, r"dst_slots: got shape \(2,\), expected \(1,\)"),
         (lambda c: c.copy([0, 1], [2, 2]), ValueError, "dst_slots: got slot 2 more than once"),

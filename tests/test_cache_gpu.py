@@ -130,18 +130,19 @@ def same_bits(cache: ReplayCache, before: dict[str, torch.Tensor]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pad", [-1, 3])
-def test_cursors_are_the_torch_path_bit_for_bit(kind: torch.dtype, pad: int) -> None:
+@pytest.mark.parametrize("size", [(4, 9), (32, 64)])
+def test_cursors_are_the_torch_path_bit_for_bit(kind: torch.dtype, pad: int, size: tuple[int, int]) -> None:
     """Long random sequences of every operation, more rows than a CTA has threads, from views with gaps."""
     rng = random.Random(5)
     slots, batch = 700, 600
-    spec = CacheSpec(layers=1, heads=1, head_dim=64, d_state=64, groups=1, tokens=4, window=9)
+    spec = CacheSpec(layers=1, heads=1, head_dim=64, d_state=64, groups=1, tokens=size[0], window=size[1])
     model = ReplayCache.allocate(spec, slots, "cpu", pad_slot_id=pad)
     cache = on_gpu(model)
     for _ in range(40):
         named = rng.sample([s for s in range(slots) if s != pad], batch)
         for row in rng.sample(range(batch), 100):
             named[row] = rng.choice([-1, -7, pad])
-        accepted = [rng.choice([-9, 0, 1, 2, 3, 4, 5, 2**31 - 1]) for _ in named]
+        accepted = [rng.choice([-9, 0, 1, 2, 3, 4, 5, 31, 32, 2**31 - 1]) for _ in named]
         lens = [rng.randint(0, spec.tokens) for _ in named]
         vectors = [torch.tensor([v for each in x for v in (each, -3)], dtype=kind) for x in (named, accepted, lens)]
         operation = CURSOR_OPS[rng.choice(list(CURSOR_OPS))]
@@ -159,6 +160,9 @@ GEOMETRIES = [
     CacheSpec(layers=1, heads=2, head_dim=128, d_state=256, groups=1, tokens=3, window=5, state_dtype="f16"),
     CacheSpec(layers=1, heads=4, head_dim=128, d_state=64, groups=4, tokens=16, window=16, io_dtype="f16"),
     CacheSpec(layers=1, heads=2, head_dim=64, d_state=256, groups=2, tokens=1, window=1),
+    CacheSpec(layers=2, heads=4, head_dim=64, d_state=128, groups=2, tokens=32, window=64),
+    CacheSpec(layers=1, heads=2, head_dim=64, d_state=256, groups=1, tokens=7, window=64),
+    CacheSpec(layers=1, heads=2, head_dim=128, d_state=256, groups=1, tokens=20, window=57, state_dtype="bf16"),
 ]
 
 
@@ -301,6 +305,7 @@ def test_a_capture_before_the_first_use_is_refused_by_name(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(8)
 def test_slots_beyond_2_to_the_31_elements() -> None:
     """64-bit addresses: the far end of a cache of more than 2^31 state elements."""
     spec = CacheSpec(layers=1, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, state_dtype="bf16")
@@ -320,6 +325,7 @@ def test_slots_beyond_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(25)
 def test_a_cache_on_another_device_than_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -177,9 +177,14 @@ def test_equal_destinations_are_undefined_but_end_within_bounds(rows: list[tuple
 # ---------------------------------------------------------------------------------------------------
 
 
-def check_materialize(spec: CacheSpec, rows: list[tuple[int, int, int]]) -> None:
-    """Against float64: half a unit in the last place of the state's dtype, and nothing else touched."""
-    cache, before = filled(spec, 3), filled(spec, 3)
+def check_materialize(
+    spec: CacheSpec, rows: list[tuple[int, int, int]], live: dict[int, tuple[int, int]] | None = None
+) -> None:
+    """Against float64: half a unit in the last place of the state's dtype, and nothing else touched.
+
+    `live` gives the cursors (ring_start, pnat) of slots, in place of random ones.
+    """
+    cache, before = filled(spec, 3, live=live), filled(spec, 3, live=live)
     for slot in set(range(4)) - {s for s, _, _ in rows}:
         for layer in cache.layers:
             layer.state[slot] = float("nan")  # destinations that are no sources
@@ -188,16 +193,16 @@ def check_materialize(spec: CacheSpec, rows: list[tuple[int, int, int]]) -> None
     with emulated(cache) as launches:
         cache.materialize(*vectors)
     assert launches.launched == ["move plan", "fold"]
-    live, now = expected_moves(rows), snapshot(cache)
+    moved, now = expected_moves(rows), snapshot(cache)
     unit = {"f32": 2e-7, "bf16": 2**-8, "f16": 2**-11}[spec.state_dtype]
     for name in now:
         for slot in range(cache.slots):
-            if slot not in live or ("[" in name and not name.startswith("state")):
+            if slot not in moved or ("[" in name and not name.startswith("state")):
                 assert torch.equal(now[name][slot], old[name][slot]), (name, slot)
             elif "[" not in name:
                 assert int(now[name][slot]) == 0, name
             else:
-                source, count = live[slot]
+                source, count = moved[slot]
                 layer = int(name[6:-1])
                 if min(count, int(before.pnat[source])) <= 0:
                     assert torch.equal(now[name][slot], old[name][source]), "count 0 is a copy of the bits"
@@ -229,29 +234,11 @@ def test_materialize_kernel_of_other_shapes(spec: CacheSpec) -> None:
     check_materialize(spec, [(0, 1, 9), (2, 2, 3)])
 
 
-def test_windows_longer_than_a_warp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of 40 rows: two parts of a warp, the second carried on from the first."""
-    fold = MODULES["fold"]
-    spec = dataclasses.replace(SPECS[0], layers=1, heads=1)
-    object.__setattr__(spec, "window", 40)  # wider than steps are served with today
-    cache = ReplayCache.allocate(dataclasses.replace(SPECS[0], layers=1, heads=1), 2, "cpu")
-    assert FoldShape.of(spec).positions == 40 and fold.WARP == 32
-    gen = torch.Generator().manual_seed(4)
-    dt = torch.rand(42, generator=gen) * 0.1
-    kernel, weights = fold.FoldKernel(FoldShape.of(spec)), {}
-    rate, count, start = -3.0, 37, 11
-    from cache_lanes import _Bound
-
-    move = MODULES["moves"].Record(0, 1, start, count, -1, 0, -1, 0)
-    memory = Memory([dt])
-    body = lambda: kernel.weigh(weights, dt.data_ptr(), np.float32(rate), 0, move)  # noqa: E731
-    _Bound(body, (), memory).launch(grid=[1, 1, 1], block=[32, 1, 1])
-    steps = np.array([float(dt[(start + j) % 42]) for j in range(count)])
-    later = np.array([rate * steps[j + 1 :].sum() for j in range(count)])
-    assert sorted(weights) == [*range(count), 40]
-    np.testing.assert_allclose([weights[j] for j in range(count)], np.exp(later) * steps, rtol=1e-6)
-    np.testing.assert_allclose(weights[40], np.exp(rate * steps.sum()), rtol=1e-6)
-    assert cache.slots == 2
+@pytest.mark.parametrize("state_dtype", ["f32", "bf16"])
+def test_materialize_kernel_of_windows_longer_than_a_warp(state_dtype: str) -> None:
+    """Weights of 61 rows: two parts of a warp, the second carried on from the first; a ring that wraps around."""
+    spec = dataclasses.replace(SPECS[0], layers=1, heads=1, tokens=32, window=64, state_dtype=state_dtype)
+    check_materialize(spec, [(0, 1, 61), (2, 2, 33), (3, 0, 99)], live={0: (70, 64), 2: (0, 50), 3: (95, 64)})
 
 
 @pytest.mark.parametrize("rows", [CYCLES[1], CYCLES[2]])
@@ -313,14 +300,21 @@ COMPILED = [
             (80, 64, "bf16"),
         ]
     ),
+    *(  # a window's rows lie in registers for a while
+        recipes.fold(dataclasses.replace(SUPER, head_dim=p, d_state=n, state_dtype=s, window=w, tokens=32))
+        for p, n, s, w in [
+            (64, 128, "f32", 64), (64, 256, "f32", 64), (128, 64, "f32", 64), (128, 256, "bf16", 64),
+            (128, 256, "f32", 32),
+        ]
+    ),
 ]  # fmt: skip
 
 
 def recipe_id(recipe: CacheRecipe) -> str:
     s = recipe.shape
-    return f"{recipe.kind} {s.spec.head_dim}x{s.spec.d_state} {s.spec.state_dtype}" if isinstance(s, FoldShape) else (
-        recipe.kind if s is None else f"{recipe.kind} {s.pieces}"
-    )  # fmt: skip
+    if isinstance(s, FoldShape):
+        return f"{recipe.kind} {s.spec.head_dim}x{s.spec.d_state} {s.spec.state_dtype} W{s.spec.window}"
+    return recipe.kind if s is None else f"{recipe.kind} {s.pieces}"
 
 
 @pytest.mark.parametrize("arch", target.ARCHES)
@@ -379,6 +373,7 @@ def test_keys_tell_kernels_apart_and_the_step_keeps_its_own() -> None:
     step, cache = fingerprint.kernel_sources(), fingerprint.kernel_sources("cache")
     assert not [name for name in step if name.startswith("cache/")]
     assert {"cache/kernels/fold.py", "cache/kernels/moves.py", "ring.py", "kernels/primitives.py"} <= set(cache)
+    assert "cache/shapes.py" in cache, "kernels take the layout of shared memory from it"
     assert recipes.CURSORS.sources() == fingerprint.kernels("cache") != fingerprint.kernels()
 
 

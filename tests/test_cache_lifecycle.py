@@ -35,6 +35,7 @@ def test_a_cache_that_lost_its_ring_is_caught() -> None:
         run.step([0], [request], [1])
 
 
+@pytest.mark.fault(6)
 @pytest.mark.parametrize("ring_start,pending", [(14, 7), (0, 0), (19, 16), (5, 1)])
 def test_a_backup_carries_the_accepted_tokens_of_the_ring(ring_start: int, pending: int) -> None:
     """Exported (the first case wraps around the ring's end), the slot overwritten, imported elsewhere, continued."""
@@ -50,6 +51,7 @@ def test_a_backup_carries_the_accepted_tokens_of_the_ring(ring_start: int, pendi
     run.decode([2], [request], 12)
 
 
+@pytest.mark.fault(4)
 def test_a_reused_slot_knows_nothing_of_its_past() -> None:
     """A slot left at ring_start 13 with 7 pending rows, reset: the next request starts from zero."""
     cache = make(SPEC, 1)
@@ -59,6 +61,7 @@ def test_a_reused_slot_knows_nothing_of_its_past() -> None:
     run.decode([0], [Request(SPEC)], 12)
 
 
+@pytest.mark.fault(7)
 def test_a_prefix_copy_takes_the_ring_along() -> None:
     """A copy of a slot with 5 pending rows goes its own way, and so does the original."""
     cache = make(SPEC, 3)
@@ -72,6 +75,7 @@ def test_a_prefix_copy_takes_the_ring_along() -> None:
     run.decode([0, 2], [request, twin], 8)
 
 
+@pytest.mark.fault(14)
 def test_a_preempted_request_is_recomputed() -> None:
     """Preempted with 7 pending rows, its slot reset, its tokens run again: it goes on like an uninterrupted one."""
     cache = make(SPEC, 2)
@@ -129,6 +133,7 @@ def test_a_prefill_may_be_handed_over_layer_by_layer() -> None:
     assert torch.equal(cache.layers[1].state[0], states[1, 1].float())
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("prefilled", [False, True])
 def test_a_prompt_of_one_token(prefilled: bool) -> None:
     """Run as decode from the start, or as a prefill of one token, for W + 2 steps and more: the same request."""

@@ -22,12 +22,16 @@ SPECS = [
 SLOTS = 5
 
 
-def filled(spec: CacheSpec, seed: int, *, open_windows: bool = False) -> ReplayCache:
-    """Random checkpoints, rings and cursors; NaN in every dead row."""
+def filled(
+    spec: CacheSpec, seed: int, *, open_windows: bool = False, live: dict[int, tuple[int, int]] | None = None
+) -> ReplayCache:
+    """Random checkpoints, rings and cursors, those of `live` (ring_start, pnat) as given; NaN in every dead row."""
     cache = ReplayCache.allocate(spec, SLOTS, "cpu", A=decays(spec), pad_slot_id=4)
     gen = torch.Generator().manual_seed(seed)
     cache.ring_start.copy_(torch.randint(0, spec.ring_rows, (SLOTS,), generator=gen))
     cache.pnat.copy_(torch.randint(0, spec.window + 1, (SLOTS,), generator=gen))
+    for slot, cursors in (live or {}).items():
+        cache.ring_start[slot], cache.pnat[slot] = cursors
     if open_windows:
         cache.last_tokens.copy_(torch.randint(0, spec.tokens + 1, (SLOTS,), generator=gen))
     offset = (torch.arange(spec.ring_rows)[None] - cache.ring_start[:, None]) % spec.ring_rows

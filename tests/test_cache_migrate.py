@@ -136,6 +136,10 @@ def flip(name: str) -> Callable[[dict[str, Any]], Any]:
     [
         (change(format="other"), "format: got 'other', expected 'replayssm_cute.logical_state'"),
         (change(version=2), "version: got 2, expected 1"),
+        (change(version=True), "version: got True, expected 1"),
+        (change(version=torch.ones(2)), r"version: got tensor\(.*, expected 1"),
+        (change(format=torch.ones(2)), r"format: got tensor\(.*, expected 'replayssm_cute.logical_state'"),
+        (change(checksum=torch.ones(2)), r"checksum: content has \d+, expected tensor\("),
         (drop("version"), "version: got None"),
         (drop("x"), r"missing fields \['x'\]"),
         (drop("checksum"), r"missing fields \['checksum'\]"),
@@ -211,6 +215,17 @@ def test_bad_imports_write_nothing() -> None:
         no_decay.import_slots([0], backup)
     assert_unchanged(cache, before)
     assert_unchanged(no_decay, before_no_decay)
+
+
+def test_tensors_of_an_autograd_graph_leave_the_cache_out_of_it() -> None:
+    """A's parameter and a state that was computed with gradients: kernels cannot take tensors that require them."""
+    backup, _ = exported()
+    cache = make(SPEC, 2)
+    cache.import_slots([0], dataclasses.replace(backup, state=backup.state.clone().requires_grad_()))
+    cache.prefill_handoff([1], torch.zeros(2, 1, 2, 64, 64, requires_grad=True) + 1)
+    cache.set_decay(0, torch.nn.Parameter(-torch.ones(2)))
+    assert not cache.A.requires_grad and not any(layer.state.requires_grad for layer in cache.layers)
+    assert torch.equal(cache.layers[1].state[0], backup.state[1, 0]) and cache.A[0].tolist() == [-1, -1]
 
 
 def test_an_open_window_is_not_exported() -> None:

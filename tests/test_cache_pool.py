@@ -42,6 +42,7 @@ def owned(cache: ReplayCache, pool: torch.Tensor) -> torch.Tensor:
 SCATTERED = {"dt_cache": 0, "B_cache": 1024, "state": 8192, "x_cache": 8192 + 2 * 64 * 64 * 4 + 32}
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("offsets", [None, SCATTERED], ids=["packed", "scattered"])
 def test_a_whole_life_leaves_the_gaps_untouched(offsets: dict[str, int] | None) -> None:
     """Every operation on a pool with NaN everywhere: right outputs, and each byte between the tensors as it was."""

@@ -71,6 +71,7 @@ def element_bytes(cache: ReplayCache) -> int:
     )
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("state,io", [("f32", "bf16"), ("bf16", "bf16"), ("f16", "f16")])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_planner_is_the_allocation(model: str, state: str, io: str) -> None:
@@ -99,6 +100,22 @@ def test_the_planner_is_exact_for_several_groups(W: int, T: int, heads: int, lay
         assert slots_that_fit(total[0], *specs) == n == slots_that_fit(total[0] - 1, *specs) + 1
 
 
+@pytest.mark.parametrize("gap", [0, 16, 4096])
+@pytest.mark.parametrize("spec", [ODD, spec_of("Bamba 9B", tokens=32, window=64)], ids=["odd", "bamba-long"])
+def test_the_planner_of_pages_is_the_pool(spec: CacheSpec, gap: int) -> None:
+    """Pages of any stride, cursors and A beside them: byte for byte what is there, and not one page more."""
+    stride, free = spec.page_bytes + gap, 2**30 + 77
+    slots = slots_that_fit(free, spec, slot_stride=stride)
+    for n in (slots, slots + 1):
+        pool = torch.empty(spec.layers, n, stride, dtype=torch.uint8, device="meta")
+        cache = ReplayCache.from_pool(spec, pool)
+        assert storage_bytes(cache) == spec.pool_bytes(n, stride)
+    assert spec.pool_bytes(slots, stride) <= free < spec.pool_bytes(slots + 1, stride)
+    assert spec.pool_bytes(slots) == spec.pool_bytes(slots, spec.page_bytes)
+    assert slots_that_fit(2 * free, spec, spec, slot_stride=stride) == slots
+
+
+@pytest.mark.fault(26)
 def test_bytes_are_a_function_of_window_and_tokens() -> None:
     """The published number: checkpoint and ring of `ring.bytes_per_slot` in each layer, cursors once."""
     spec = spec_of("Nemotron-3 Super 120B")
@@ -178,6 +195,12 @@ def test_bad_plans_and_allocations_are_refused() -> None:
         slots_that_fit(-1, ODD)
     with pytest.raises(TypeError, match="free_bytes: got float, expected int"):
         slots_that_fit(1e9, ODD)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"slot_stride: got \d+ bytes, expected a multiple of 16"):
+        slots_that_fit(1, ODD, slot_stride=ODD.page_bytes + 8)
+    with pytest.raises(ValueError, match=r"slot_stride: got \d+ bytes, expected at least the \d+ of a page"):
+        ODD.pool_bytes(3, ODD.page_bytes - 16)
+    with pytest.raises(TypeError, match="slot_stride: got float, expected an int, bytes"):
+        ODD.pool_bytes(3, 1e6)  # type: ignore[arg-type]
     assert slots_that_fit(0, ODD) == 0 == slots_that_fit(ODD.total_bytes(1) - 1, ODD)
 
 

@@ -45,6 +45,7 @@ def digest_of(cache: ReplayCache) -> str:
     return digest(cache.layers, cache._shared)
 
 
+@pytest.mark.fault(18)
 def test_every_layer_decodes_until_it_flushes_and_every_byte_is_restored(
     warm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,22 @@ def test_ragged_problems_decode_on_a_cache_too(warm: None, index: str | None) ->
     assert [(c.problem, c.batch) for c in coverage.covered] == [(p, b) for p in (SMALL, ragged) for b in (2, 9)]
     assert len({c.decoded for c in coverage.covered}) == 1, "as many steps as a dense problem"
     assert_unchanged(cache, before)
+
+
+def test_an_engines_pages_are_as_before_gaps_and_all(warm: None) -> None:
+    """A long window in a pool whose layers lie interleaved, dense and ragged problems: not a byte has changed."""
+    spec = dataclasses.replace(SPEC, tokens=6, window=33)
+    width = spec.page_bytes + 48
+    pool = torch.randint(
+        0, 256, (7, spec.layers * width), dtype=torch.uint8, generator=torch.Generator().manual_seed(8)
+    )
+    before = pool.clone()
+    pages = [pool[:, i * width : (i + 1) * width - 16] for i in range(spec.layers)]
+    cache = ReplayCache.from_pool(spec, pages, A=[-torch.ones(spec.heads)] * spec.layers, pad_slot_id=0)
+    problem = dataclasses.replace(SMALL, tokens=6, window=33)
+    coverage = warmup([problem, dataclasses.replace(problem, ragged=True)], [3, 9], cache=cache, device=-1)
+    assert coverage.cache is not None and coverage.cache.operations["materialize"] == 1
+    assert torch.equal(pool, before)
 
 
 def test_a_failing_step_leaves_every_byte_as_it_was(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +149,7 @@ def test_problems_without_indices_and_caches_without_decays_or_with_one_slot(war
     assert "materialize" not in coverage.cache.operations and "copy" in coverage.cache.operations
 
 
+@pytest.mark.fault(22)
 def test_what_does_not_fit_is_refused_before_anything_runs(warm: None) -> None:
     cache = full()
     before = snapshot(cache)

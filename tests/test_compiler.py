@@ -62,6 +62,7 @@ def test_kernel_sources_are_relative_and_cover_what_shapes_code() -> None:
     assert not [n for n in names if n.startswith("/") or "\\" in n or ".." in n]
 
 
+@pytest.mark.fault(28)
 def test_key_is_equal_in_another_process(tmp_path: Path) -> None:
     code = f"""
         from replayssm_cute import compiler
@@ -73,6 +74,7 @@ def test_key_is_equal_in_another_process(tmp_path: Path) -> None:
     assert other == compiler.key(SMALL, CONFIG, "sm_90a")
 
 
+@pytest.mark.fault(29)
 def test_key_changes_with_every_problem_field() -> None:
     other: dict[str, Any] = {
         "heads": 8, "head_dim": 128, "d_state": 128, "groups": 4, "tokens": 3, "window": 5, "state_dtype": "bf16",
@@ -404,6 +406,7 @@ def test_command_line_fills_the_cache(real_cache: tuple[Path, str]) -> None:
     assert len(list(directory.rglob("*.o"))) == 1
 
 
+@pytest.mark.fault(27)
 def test_second_process_compiles_nothing(real_cache: tuple[Path, str]) -> None:
     code = f"""
         import time

@@ -135,6 +135,7 @@ def test_invalid_configs_say_why(config: TileConfig, reason: str) -> None:
     assert not config.is_valid(PROBLEM, H200)
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("arch", target.ARCHES)
 def test_no_valid_config_exceeds_the_target(arch: str) -> None:
     """Shared memory of whatever the predicate offers fits a block, and one block fits a multiprocessor."""
@@ -169,6 +170,19 @@ def test_the_default_rule_offers_what_can_run(arch: str, state: str) -> None:
             problem = Problem(H, P, N, G, tokens=tokens, window=16, state_dtype=state)
             config = default_config(problem, where, batch)
             assert config.is_valid(problem, where), config.invalid_reason(problem, where)
+
+
+@pytest.mark.parametrize("arch", target.ARCHES)
+def test_the_default_rule_serves_the_whole_contract(arch: str) -> None:
+    """Every shape of head, the longest windows and the shortest, any heads a group, dense and ragged."""
+    where = target.named(arch)
+    shapes = itertools.product(HEAD_DIMS, D_STATES, ("f32", "bf16"), ((1, 1), (16, 16), (8, 32), (32, 64)))
+    for P, N, state, (tokens, window) in shapes:
+        for (heads, groups), ragged in itertools.product(((14, 1), (4, 4), (128, 8)), (False, True)):
+            problem = Problem(heads, P, N, groups, tokens, window, state_dtype=state, has_z=True, ragged=ragged)
+            for batch in (1, 512):
+                config = default_config(problem, where, batch)
+                assert config.is_valid(problem, where), config.invalid_reason(problem, where)
 
 
 def test_registers_and_threads_limit_the_ctas() -> None:

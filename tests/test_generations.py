@@ -24,6 +24,7 @@ def end(curves: pd.DataFrame, update: str) -> float:
     return float(errors[-(len(errors) // 4) :].mean())
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_errors_stay_bounded(state: str) -> None:
     curves = generations.errors(Study(tokens=256, problem=SMALL, requests=2), state)
@@ -58,8 +59,19 @@ def test_the_command_writes_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_4096_tokens_on_the_device(state: str) -> None:
     curves = generations.errors(Study(), state, "cuda")
     assert end(curves, "replay") < LIMITS[state]
     assert curves[curves["update"] == "replay"]["error"].max() < 2 * LIMITS[state]
+
+
+@pytest.mark.gpu
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("state", STATES)
+def test_a_window_of_one_on_the_device(state: str) -> None:
+    """The anchor: nothing is replayed, every step flushes what the last one brought."""
+    problem = dataclasses.replace(Study().problem, tokens=1, window=1)
+    curves = generations.errors(Study(512, problem, 4), state, "cuda")
+    assert end(curves, "replay") < LIMITS[state]

@@ -95,6 +95,7 @@ def test_first_call_prepares_every_config_of_the_tables(cpu_as_gpu: None) -> Non
     assert compiler.counters().compiled == compiled == len(candidates)
 
 
+@pytest.mark.fault(29)
 def test_other_problem_flags_get_plans_of_their_own(checking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[dict[str, Any]] = [
         {"has_z": True}, {"dt_softplus": False}, {"d_dtype": None}, {"dt_bias_dtype": None}, {"index_dtype": "i64"},
@@ -420,6 +421,7 @@ def test_forced_config_runs_and_an_invalid_one_says_why(cpu_as_gpu: None) -> Non
         run(call, config={"head_split": 2})  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(20)
 def test_capture_without_preparation_is_refused_and_names_the_fix(
     cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,6 +648,7 @@ def test_bad_ragged_tensors_on_a_warm_signature_raise_named_errors_and_leave_the
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(25)
 def test_operands_on_another_gpu_than_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -137,10 +137,11 @@ def test_on_the_cpu_launch_checks_slots_and_cursors_too() -> None:
         launch(prepared, call)
 
 
+@pytest.mark.fault(12)
 @pytest.mark.parametrize("make", [lambda c: replayssm_cute.prepare(**c.kwargs()), on_gpu], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
     "change",
-    [{"tokens": 1}, {"has_z": True}, {"dt_dtype": "f32"}, {"index_dtype": "i64"}, {"ragged": True}],
+    [{"tokens": 1}, {"groups": 1}, {"has_z": True}, {"dt_dtype": "f32"}, {"index_dtype": "i64"}, {"ragged": True}],
 )
 def test_a_call_of_another_problem_is_refused_and_says_in_what(
     cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch, make: Callable[[Call], Plan], change: dict[str, Any]

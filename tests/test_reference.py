@@ -173,6 +173,7 @@ def test_every_cursor_position() -> None:
         close(getattr(call, name), getattr(expected, name), 1e-9, name)
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("tokens,window", [(1, 4), (4, 16)])
 def test_dead_rows_change_no_bit(garbage: float, tokens: int, window: int) -> None:
@@ -188,6 +189,7 @@ def test_dead_rows_change_no_bit(garbage: float, tokens: int, window: int) -> No
     assert bool(torch.isfinite(dirty.out).all())
 
 
+@pytest.mark.fault(3, 17, 19)
 @pytest.mark.parametrize("pad", [-1, 0, 3])
 @pytest.mark.parametrize("index", ["i32", "i64"])
 def test_padding_rows_are_zero_and_touch_nothing(pad: int, index: str) -> None:
@@ -217,6 +219,7 @@ def test_all_rows_padding() -> None:
         assert torch.equal(getattr(call, name), getattr(before, name)), name
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("raw", [20.0, 89.0, 200.0, -200.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_raw_dt_stays_finite(raw: float, dtype: torch.dtype) -> None:
@@ -300,6 +303,7 @@ def test_nothing_accepted_on_a_flush_keeps_the_logical_state() -> None:
     torch.testing.assert_close(call.out, direct.out, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.fault(4)
 def test_a_reused_slot_gives_the_bits_of_a_fresh_one() -> None:
     """A slot left at ring_start 13 with 7 live rows and a full ring, then reset: no trace of its past."""
     problem = dataclasses.replace(SMALL, tokens=4, window=16)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_cases import BASE, CASES, cursors, every_pnat_call, example_call
+from simulated_cases import BASE, CASES, RAGGED, cursors, every_pnat_call, example_call, ragged_call
 from simulator.launch import Cta, Run
 from simulator.source import KERNELS, Source
 
@@ -193,6 +193,57 @@ def test_slips_are_seen(slip: str) -> None:
         check_global(run, Rows(problem, before, padding))
         violation = compare.bounds(problem).violation(compare.errors(before, call))
         assert violation is None, violation
+
+
+def check_ragged(run: Run, before: Call, after: Call) -> None:
+    """Numbers, and what each row touches: its own tokens alone, its own length's share of the ring."""
+    violation = compare.bounds(run.problem).violation(compare.errors(before, after))
+    assert violation is None, violation
+    assert before.state_batch_indices is not None and before.cu_seqlens is not None
+    written = {name: run.tensors[name].counts("written") for name in ("out", "state", "x_cache", "B_cache", "dt_cache")}
+    assert (written["out"] == 1).all(), "out: a token left out or written twice, the tail among them"
+    R = run.problem.ring_rows
+    read, state = (np.zeros(len(before.state), int) for _ in range(2))
+    appended = np.zeros((len(before.state), R), int)
+    for slot, length in zip(before.state_batch_indices.tolist(), before.lengths().tolist(), strict=True):
+        if slot != before.pad_slot_id and length:
+            start, pnat = int(before.ring_start[slot]), int(before.prev_num_accepted_tokens[slot])
+            read[slot], state[slot] = 1, ring.flushes(pnat, length, run.problem.window)
+            appended[slot, [(start + pnat + t) % R for t in range(length)]] = 1
+    assert (run.tensors["state"].counts("read") == read[:, None, None, None]).all(), "state: of a row without tokens"
+    assert (written["state"] == state[:, None, None, None]).all(), "state"
+    assert (written["dt_cache"] == appended[:, None]).all(), "dt_cache"
+    for name in ("x_cache", "B_cache"):
+        assert (written[name] == appended[:, None, :, None]).all(), name
+    assert run.unfinished == [], "a CTA ended while copies were on their way"
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_rows(name: str) -> None:
+    """The padding row names a slot far outside: the simulator refuses whatever reads it."""
+    problem, config = RAGGED[name]
+    call = ragged_call(problem)
+    before = call.clone()
+    check_ragged(Run(problem, config, call), before, call)
+
+
+RAGGED_SLIPS = {
+    "every row as long as the longest": ("spec", "Int32(cu_seqlens[row + 1]) - first", "self.problem.tokens"),
+    "a flush by the longest row": ("step", "0), length, p.window)", "0), p.tokens, p.window)"),
+    "tokens beyond a row appended": ("tokens", "            if token < length:", "            if token <= length:"),
+    "rows of no tokens at work": ("step", "works & (length > 0)", "works & (length >= 0)"),
+    "a tail from the first token on": ("step", "Int32(cu_seqlens[batch]), new[3]", "Int32(cu_seqlens[0]), new[3]"),
+    "a tail that ends early": ("step", "Int32(cu_seqlens[batch]), new[3]", "Int32(cu_seqlens[batch]) + 1, new[3]"),
+}
+
+
+@pytest.mark.parametrize("slip", RAGGED_SLIPS)
+def test_ragged_slips_are_seen(slip: str) -> None:
+    problem, config = RAGGED["ragged, two turns, a tail"]
+    call = ragged_call(problem)
+    before = call.clone()
+    with pytest.raises((AssertionError, IndexError)):
+        check_ragged(Run(problem, config, call, Source(RAGGED_SLIPS[slip])), before, call)
 
 
 @pytest.mark.parametrize(("tokens", "window"), [(1, 1), (1, 7), (5, 7), (1, 16), (2, 16), (5, 16), (16, 16)])

@@ -132,6 +132,7 @@ def hostile_bytes(name: str) -> bytes:
     return json.dumps(data).encode()
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("name", [*HOSTILE, *RAW])
 def test_hostile_file_is_a_miss_with_one_line(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "bad.json"
@@ -198,6 +199,7 @@ def test_missing_directory_and_oversized_files(tmp_path: Path, monkeypatch: pyte
         tables.read(tmp_path / "t.json")
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -238,6 +240,7 @@ def test_update_replaces_what_cannot_be_merged_and_says_so(tmp_path: Path, caplo
     assert tables.read(path).entries[WIDE][1] == cell(2, TWO)
 
 
+@pytest.mark.fault(30)
 def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     code = f"""
         import sys
@@ -468,11 +471,46 @@ def test_environment_names_user_tables_and_use_overrides_it(
         tables.use(None)
 
 
+def test_answers_are_remembered_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    tables.write(first, table({WIDE: [cell(64, TWO)]}))
+    tables.write(second, table({WIDE: [cell(64, ONE)]}))
+    monkeypatch.setattr(tables.files, "shipped", list)
+    found: list[tuple[Problem, int]] = []
+    look_up = Tables._found
+    monkeypatch.setattr(Tables, "_found", lambda self, p, b: found.append((p, b)) or look_up(self, p, b))  # type: ignore[func-returns-value]
+    try:
+        tables.use([first])
+        same, other = Problem.from_json(WIDE.to_json()), dataclasses.replace(WIDE, state_dtype="f16")
+        assert same is not WIDE
+        for problem in (WIDE, WIDE, same, other, WIDE):
+            expected = TWO if problem == WIDE else default_config(other, H200, 64)
+            assert tables.choose(problem, 64, H200).config == expected
+        assert tables.choose(WIDE, 65, H200).source == "nearest"
+        assert tables.choose(WIDE, 64, named("b200")).source == "default"  # another GPU has answers of its own
+        assert found[:3] == [(WIDE, 64), (other, 64), (WIDE, 65)]
+        tables.use([second])
+        assert tables.choose(WIDE, 64, H200).config == ONE
+    finally:
+        tables.use(None)
+
+
+def test_not_more_is_remembered_than_a_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.lookup, "_KEPT", 5)
+    few = lookup(table({WIDE: [cell(64, TWO)]}))
+    for batch in range(1, 40):
+        for problem in (WIDE, *(dataclasses.replace(WIDE, heads=WIDE.heads * n) for n in range(2, 9))):
+            assert few.choose(problem, batch) == few._found(problem, batch)
+    assert len(few._answers) <= 5 and all(len(answers) <= 5 for answers in few._answers.values())
+
+
+@pytest.mark.fault(34)
 def test_each_inexact_answer_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tables.forget()
     monkeypatch.setattr(tables.lookup, "_loaded", {H200: lookup()})
-    monkeypatch.setattr(tables.lookup, "_said", set())
     with caplog.at_level(logging.INFO, "replayssm_cute"):
         for batch in (1, 1, 2, 3):
             tables.choose(WIDE, batch, H200)
+    tables.forget()
     assert len(caplog.records) == 1
     assert "default rule" in caplog.records[0].message

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from fakes import SMALL
+from gpu_kernels import ready
 
 import replayssm_cute
 from replayssm_cute import plan, torch_op
 from replayssm_cute.calls import Call, random_call
+from replayssm_cute.problem import Problem
+
+LARGE = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
 
 
 def positional(call: Call) -> tuple[Any, ...]:
@@ -50,6 +57,104 @@ def test_a_compiled_layer_equals_the_eager_one(padding: tuple[int, ...], ragged:
     (graph,) = graphs
     nodes = [n for n in graph.graph.nodes if "checkpointing_ssu" in str(n.target)]
     assert len(nodes) == 1, "one node, no graph break"
+
+
+def test_other_batch_sizes_need_no_other_graph() -> None:
+    """Compiled with dynamic shapes once, for every batch and every number of packed tokens."""
+    for ragged in (False, True):
+        problem = dataclasses.replace(SMALL, ragged=ragged)
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+        scale = torch.tensor(0.5, dtype=torch.bfloat16)
+        for batch in (9, 3, 7):  # the first one, and one more, are no other size of the call
+            call = random_call(problem, batch, slots=12, lengths=1 if ragged else None, seed=batch)
+            expected = layer(call.clone(), scale)
+            torch.testing.assert_close(compiled(call, scale), expected, rtol=0, atol=0, equal_nan=True)
+        assert len(graphs) == 1
+
+
+def missing_for_inductor() -> str | None:
+    """Why torch's own compiler cannot run for a GPU here."""
+    if importlib.util.find_spec("triton") is None:
+        return "torch's inductor needs triton"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "torch's inductor needs a C compiler"
+    return None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps with a commit between: outputs, caches and cursors are the eager ones, bit for bit."""
+    if backend == "inductor" and (reason := missing_for_inductor()):
+        pytest.skip(reason)
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    problem = dataclasses.replace(LARGE, ragged=ragged)
+    ready(problem)
+    options: dict[str, Any] = {"lengths": (4, 0, 3, 2, 1), "tail": 2} if ragged else {}
+    call = random_call(problem, 5, padding=(3,), pnat=14, seed=3, device="cuda", **options)
+    eager, compiled = call.clone(), call.clone()
+    scale = torch.tensor(0.5, dtype=torch.bfloat16, device="cuda")
+    accepted = torch.tensor([4, 0, 2, 1, 1], dtype=torch.int32, device="cuda")
+
+    def two_steps(given: Call) -> torch.Tensor:
+        first = layer(given, scale)
+        slots = given.state_batch_indices
+        assert slots is not None
+        replayssm_cute.commit(
+            given.ring_start, given.prev_num_accepted_tokens, slots, accepted, tokens=4, window=16,
+            lengths=None if given.cu_seqlens is None else given.cu_seqlens.diff(),
+        )  # fmt: skip
+        return first + layer(given, scale)
+
+    expected = two_steps(eager)
+    torch._dynamo.reset()
+    got = torch.compile(two_steps, fullgraph=True, backend=backend)(compiled)
+    torch.cuda.synchronize()
+    # inductor may keep the first step's sum in f32 until it adds the second's
+    close = {"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 2**-6, "atol": 2**-6}
+    torch.testing.assert_close(got, expected, equal_nan=True, **close)
+    for name in (*torch_op.WRITTEN, "ring_start", "prev_num_accepted_tokens"):
+        torch.testing.assert_close(getattr(compiled, name), getattr(eager, name), rtol=0, atol=0, equal_nan=True)
+    # commits went through: rows that flushed begin where they had ended
+    assert not torch.equal(compiled.prev_num_accepted_tokens, call.prev_num_accepted_tokens)
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile makes of a layer can be captured, as engines do, and replayed on other contents."""
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    ready(LARGE)
+    static = random_call(LARGE, 4, seed=4, device="cuda")
+    scale = torch.tensor(0.5, dtype=torch.bfloat16, device="cuda")
+    x = static.x
+
+    def model(given: Call) -> torch.Tensor:
+        return layer(dataclasses.replace(given, x=x), scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = static.clone()
+    with torch.inference_mode():
+        compiled(static)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = compiled(static)
+        for name in torch_op.WRITTEN:
+            getattr(static, name).copy_(getattr(before, name))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = layer(before, scale)
+    assert torch.equal(got, expected)
+    for name in torch_op.WRITTEN:
+        torch.testing.assert_close(getattr(static, name), getattr(before, name), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_operator_holds_what_it_promises() -> None:

@@ -127,8 +127,9 @@ def test_quotas_are_exact(raw: list[float], rows: int) -> None:
 @pytest.mark.parametrize(("sets", "batch"), [(64, 1), (45, 1), (16, 4), (3, 64), (2, 512), (1, 7)])
 def test_rows_are_dealt_by_quota_to_every_set(sets: int, batch: int) -> None:
     mix = stationary((0.25,) * 4, 16)
-    dealt = deal(mix, sets, batch, seed=5)
-    assert dealt.shape == (sets, batch)
+    dealt, tokens = deal(mix, sets, batch, seed=5)
+    assert dealt.shape == tokens.shape == (sets, batch)
+    assert bool((tokens == 4).all())
     counts = torch.bincount(dealt.flatten(), minlength=17).tolist()
     assert counts == quotas(mix.pnat, sets * batch)
     for value in range(17):
@@ -138,6 +139,57 @@ def test_rows_are_dealt_by_quota_to_every_set(sets: int, batch: int) -> None:
     assert int(flushing.max() - flushing.min()) <= 1
     if batch >= 64:
         assert not torch.equal(dealt[0], dealt[0].sort().values)
+
+
+RAGGED = (0.4, 0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize(("sets", "batch"), [(64, 1), (16, 4), (8, 8), (3, 64), (2, 512)])
+@pytest.mark.parametrize("shares", [RAGGED, (0.25,) * 4, (0.5, 0.0, 0.0, 0.5)], ids=str)
+def test_ragged_rows_are_dealt_by_quota_too(shares: tuple[float, ...], sets: int, batch: int) -> None:
+    mix = stationary((0.1, 0.2, 0.3, 0.4), 16, shares)
+    pnat, tokens = deal(mix, sets, batch, seed=3)
+    rows = sets * batch
+    assert torch.bincount(tokens.flatten() - 1, minlength=4).tolist() == quotas(shares, rows)
+    assert torch.bincount(pnat.flatten(), minlength=17).tolist() == quotas(mix.pnat, rows)
+    # neither leans on the other, and no set is given all of one kind
+    flush = float((pnat + tokens > 16).float().mean())
+    assert flush == pytest.approx(mix.flush, abs=max(0.02, 2.5 / rows))
+    assert float(tokens.float().mean()) == pytest.approx(mix.mean_tokens, abs=2 / rows)
+    if batch >= 8:
+        of_sets = tokens.float().mean(1)
+        assert float(of_sets.max() - of_sets.min()) < 12 / batch
+    if rows >= 128:
+        mean_at = [float(tokens[pnat == n].float().mean()) for n in range(17) if int((pnat == n).sum()) >= 8]
+        assert len(mean_at) > 5 and max(mean_at) - min(mean_at) < 0.8
+
+
+def test_the_mix_of_ragged_rows_is_that_of_a_simulation() -> None:
+    lengths, window = (0.1, 0.2, 0.3, 0.4), 10
+    mix = stationary(lengths, window, RAGGED)
+    generator = torch.Generator().manual_seed(0)
+    rows, steps = 4000, 60
+    pnat = torch.zeros(rows, dtype=torch.long)
+    seen, flushed = torch.zeros(window + 1), 0.0
+    for step in range(steps):
+        new = torch.multinomial(torch.tensor(RAGGED), rows, True, generator=generator) + 1
+        kept = torch.minimum(torch.multinomial(torch.tensor(lengths), rows, True, generator=generator) + 1, new)
+        flushes = pnat + new > window
+        if step >= steps // 2:
+            seen += torch.bincount(pnat, minlength=window + 1)
+            flushed += float(flushes.float().mean())
+        pnat = torch.where(flushes, kept, pnat + kept)
+    assert mix.flush == pytest.approx(flushed / (steps // 2), abs=0.005)
+    assert mix.pnat == pytest.approx((seen / seen.sum()).tolist(), abs=0.01)
+    assert mix.mean_tokens == pytest.approx(2.4)
+    pairs = [(i, j, a * b) for i, a in enumerate(lengths, 1) for j, b in enumerate(RAGGED, 1)]
+    assert mix.mean_length == pytest.approx(sum(share * min(i, j) for i, j, share in pairs))
+
+
+def test_rows_that_all_have_t_tokens_are_the_dense_mix() -> None:
+    assert stationary((0.25,) * 4, 16, (0.0, 0.0, 0.0, 1.0)) == stationary((0.25,) * 4, 16)
+    with pytest.raises(ValueError, match=r"tokens: got shares of 1\.\.3 tokens a row, expected 1\.\.4"):
+        stationary((0.25,) * 4, 16, (0.5, 0.25, 0.25))
 
 
 def test_histogram_files(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> BenchRunner:
 
 
 def test_all_entrants_race_on_one_cell(on_cpu: BenchRunner) -> None:
-    found = on_cpu.cell(SMALL, 4, [0.25] * 4, 4600.0)
+    found = on_cpu.cell(SMALL, 4, {"lengths": [0.25] * 4}, 4600.0)
     assert json.loads(json.dumps(found)) == found
     assert list(found["times"]) == ["ours", "other default", "other best", "standard", "floor"]
     assert Clock.asked[-5:] == [True, True, True, True, False]
@@ -389,7 +389,7 @@ def test_all_entrants_race_on_one_cell(on_cpu: BenchRunner) -> None:
 
 def test_what_evolves_and_what_follows_a_producer(on_cpu: BenchRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and the peers that replay; the ordinary update does another job."""
-    variants = on_cpu.cell(SMALL, 4, [0.25] * 4, 4600.0)["variants"]
+    variants = on_cpu.cell(SMALL, 4, {"lengths": [0.25] * 4}, 4600.0)["variants"]
     asked: list[Any] = []
 
     def evolve(cell: Any, field: Any, lengths: Any, steps: int, seed: int) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def test_a_two_kernel_peer_is_searched_further(on_cpu: BenchRunner, monkeypatch:
         return [v | {"time_us": us[v["variant"]]} for v in real(self, cell, variants)]
 
     monkeypatch.setattr(BenchRunner, "_time_variants", rated)
-    found = on_cpu.cell(SMALL, 4, [0.25] * 4, 4600.0)
+    found = on_cpu.cell(SMALL, 4, {"lengths": [0.25] * 4}, 4600.0)
     assert all(choice["n"] == 2 for choice in asked)
     assert [v["variant"] for v in found["variants"]] == ["auto", "slow", "quick", "quick, more"]
     assert found["times"]["flashinfer best"]["variant"] == "quick, more"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +104,13 @@ def test_what_a_plan_says_is_no_markup(folder: Path, capsys: pytest.CaptureFixtu
     (folder / "odd.toml").write_text(PLAN.replace('"A small model"', '"[/red] A [bold]model[/]"'))
     assert cli.main(["explain-plan", "--plan", "odd.toml"]) == 0
     assert "[/red] A [bold]model[/]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_that_leaves_early_is_no_error(more: list[str]) -> None:
+    command = [sys.executable, "-m", "replayssm_tuning", "explain-plan", "--plan", "nemotron3-nano-30b", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before anything is printed
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE

@@ -102,6 +102,7 @@ def greet(worker: Worker, name: str) -> dict[str, object]:
     return answer.value
 
 
+@pytest.mark.fault(36)
 def test_a_worker_goes_on_after_everything(worker: Worker) -> None:
     with worker:
         first = greet(worker, "a")

@@ -72,6 +72,37 @@ def test_a_cell_is_the_problem_itself(problem: Problem) -> None:
     assert float(cell.calls[0].state.abs().max()) < 100
 
 
+@pytest.mark.parametrize("changes", [{}, {"index_dtype": None, "has_z": True}], ids=["indices", "slots in order"])
+def test_a_cell_of_ragged_rows_is_packed_by_quota(changes: dict[str, Any]) -> None:
+    problem = dataclasses.replace(SMALL, ragged=True, **changes)
+    shares, sets, batch = (0.5, 0.25, 0.0, 0.25), 4, 8
+    mix = stationary(UNIFORM, problem.window, shares)
+    cell = make_cell(problem, batch, mix, Policy(), CPU, sets)
+    new, flushing, pointers = [], 0, set()
+    for call in cell.calls:
+        given = {k: v for k, v in call.kwargs().items() if k != "pad_slot_id"}
+        assert from_tensors(**given, enable_pdl=problem.pdl) == problem
+        index = torch.arange(batch) if call.state_batch_indices is None else call.state_batch_indices.long()
+        lengths = call.lengths()
+        assert call.x.shape[:2] == call.B.shape[:2] == (1, int(lengths.sum()))  # no token that no row has
+        flushes = call.prev_num_accepted_tokens[index] + lengths > problem.window
+        flushing += int(flushes.sum())
+        if call.state_batch_indices is not None:
+            assert torch.equal(cell.flushing[index], flushes.to(torch.int32) * problem.window)
+        new += lengths.tolist()
+        pointers.add(call.out.data_ptr())
+    assert [new.count(n) for n in (1, 2, 3, 4)] == [16, 8, 0, 8]
+    assert len(pointers) == sets and cell.out.shape[0] == sum(new)
+    assert (cell.mean_tokens, cell.flush) == (sum(new) / len(new), flushing / len(new))
+    assert cell.flush == pytest.approx(mix.flush, abs=0.05)
+    dense = make_cell(dataclasses.replace(problem, ragged=False), batch, stationary(UNIFORM, 16), Policy(), CPU, sets)
+    assert cell.bytes < dense.bytes
+    for _ in range(2):
+        for call in cell.calls:
+            checkpointing_ssu_reference(**call.kwargs())
+    assert bool(torch.isfinite(cell.out).all())
+
+
 def test_rotations_leave_the_l2_cold_within_memory() -> None:
     policy = Policy(min_rows=1)
     touched = cost.traffic(SMALL, 8, flush=MIX.flush, mean_live=MIX.mean_live).total
@@ -119,25 +150,33 @@ def as_kernel(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Call
     def run(*given: Any) -> None:
         arguments = dict(zip(order, given, strict=True))
         change(arguments)
-        checkpointing_ssu_reference(**arguments, dt_softplus=True)
+        packed = {} if arguments["cu_seqlens"] is None else {"max_seqlen": SMALL.tokens}
+        checkpointing_ssu_reference(**arguments, **packed, dt_softplus=True)
 
     return run
 
 
-def test_right_numbers_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = runner(monkeypatch, as_kernel()).check(SMALL.to_json(), TileConfig().to_json())
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_right_numbers_pass_the_check(monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    found = runner(monkeypatch, as_kernel()).check(problem.to_json(), TileConfig().to_json())
     assert 0 < found["out"] < 2e-3
     assert found["state"] < 1e-6
 
 
-@pytest.mark.parametrize("spoiled", ["A", "ring_start", "D", "pad_slot_id", "B"])
+@pytest.mark.parametrize("spoiled", ["A", "ring_start", "D", "pad_slot_id", "B", "cu_seqlens"])
 def test_wrong_numbers_fail_the_check(monkeypatch: pytest.MonkeyPatch, spoiled: str) -> None:
+    problem = dataclasses.replace(SMALL, ragged=spoiled == "cu_seqlens")
+
     def change(arguments: dict[str, Any]) -> None:
         value = arguments[spoiled]
+        if spoiled == "cu_seqlens":  # rows one token shorter, as if the last one were not seen
+            arguments[spoiled] = (value - torch.arange(len(value))).clamp_min(0).cummax(0).values.to(torch.int32)
+            return
         arguments[spoiled] = -77 if isinstance(value, int) else value + 1 if spoiled == "ring_start" else value * 1.05
 
     with pytest.raises(RuntimeError, match="wrong numbers"):
-        runner(monkeypatch, as_kernel(change)).check(SMALL.to_json(), TileConfig().to_json())
+        runner(monkeypatch, as_kernel(change)).check(problem.to_json(), TileConfig().to_json())
 
 
 def test_the_check_covers_flushes_padding_and_empty_rings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +216,11 @@ def timing(monkeypatch: pytest.MonkeyPatch) -> DeviceRunner:
     return made
 
 
-def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
-    cell = {"problem": SMALL.to_json(), "batch": 4, "lengths": list(UNIFORM)}
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, ragged=ragged)
+    cell: dict[str, Any] = {"problem": problem.to_json(), "batch": 4, "lengths": list(UNIFORM)}
+    cell |= {"tokens": [0.5, 0.5, 0.0, 0.0]} if ragged else {}
     configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
     first = timing.time(**cell, config=configs[0])
     held = timing._cell
@@ -191,6 +233,7 @@ def test_jobs_answer_in_json_and_keep_their_cell(timing: DeviceRunner) -> None:
     assert [r["samples"] for r in raced] == [21, 21]
     assert [r["samples"] for r in timing.heat(**cell, configs=configs)] == [4, 4]
     assert timing._cell is held
+    assert held is not None and held[1].mean_tokens == (1.5 if ragged else 4.0)
     timing.time(**{**cell, "batch": 8}, config=configs[0])
     assert timing._cell is not held
     with pytest.raises(ValueError, match="do not fit"):
@@ -247,9 +290,10 @@ def test_tuner_modules_import_without_gpu_or_peers() -> None:
 
 
 @pytest.mark.gpu
-def test_timing_on_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_timing_on_the_device(tmp_path: Path, ragged: bool) -> None:
     """The whole chain in a worker process: limit, check, time, race, floor. How fast is for sweeps to say."""
-    problem = Problem(16, 64, 128, 1, 4, 16)
+    problem = Problem(16, 64, 128, 1, 4, 16, ragged=ragged)
     policy = Policy(screen_replays=5, race_rounds=3)
     configs = [TileConfig().to_json(), TileConfig(heads_per_cta=2, stages=2).to_json()]
     with Worker(DeviceRunner, (0, policy.to_json()), log=tmp_path / "worker.log", startup_s=120) as worker:
@@ -265,11 +309,13 @@ def test_timing_on_the_device(tmp_path: Path) -> None:
         for config in configs:
             assert job("check", problem=problem.to_json(), config=config)["out"] < 2e-3
         cell = {"problem": problem.to_json(), "batch": 16, "lengths": list(UNIFORM)}
+        cell |= {"tokens": list(UNIFORM)} if ragged else {}
+        mix = stationary(UNIFORM, 16, UNIFORM if ragged else None)
         first = job("time", **cell, config=configs[0])
         assert first["time_us"] > 0 and first["samples"] == policy.screen_replays
         assert first["nodes"] % first["sets"] == 0
         assert first["sets"] * first["bytes"] > 2 * 40 * MIB, "a rotation must exceed the L2"
-        assert first["flush"] == pytest.approx(MIX.flush, abs=0.02)
+        assert first["flush"] == pytest.approx(mix.flush, abs=0.02)
         raced = job("race", **cell, configs=configs)
         assert [r["samples"] for r in raced] == [policy.race_rounds * policy.race_replays] * 2
         heat = job("heat", **cell, configs=configs)

@@ -100,6 +100,7 @@ MODELS = {
 # Tokens a step beyond 1, by documented drafts; one set for each plan that serves the model with them.
 DRAFTED = {
     "nemotron3-super": {4},
+    "nemotron3-super-ragged": {4},
     "nemotron3-ultra": {4, 5, 6},
     "nemotron3-ultra-7-drafts": {8},
     "nemotron3-nano-30b": {2, 3, 4, 5, 6},
@@ -135,7 +136,8 @@ def test_a_shipped_plan_has_its_tokens_and_state_dtypes(name: str) -> None:
     loaded = plan.load(name)
     pairs = {(w.problem.state_dtype, w.problem.tokens) for w in loaded.workloads}
     dtypes = ("f32", "f16") if name in DRAFTED else ("f32",)
-    one = set() if name == "nemotron3-ultra-7-drafts" else {1}
+    one = set() if name in ("nemotron3-ultra-7-drafts", "nemotron3-super-ragged") else {1}
+    assert {w.problem.ragged for w in loaded.workloads} == {name.endswith("-ragged")}
     assert pairs == {(d, t) for d in dtypes for t in DRAFTED.get(name, {4}) | one}
     assert ("stochastic rounding" in loaded.source) == ("f16" in dtypes)
     assert {w.problem.window for w in loaded.workloads} == {16}
@@ -181,6 +183,47 @@ def test_every_distribution_of_a_shipped_plan_can_be_chosen(name: str) -> None:
             assert w.acceptance.name == (choice if w.problem.tokens > 1 else "one-token")
             assert w.acceptance.source
             assert sum(w.lengths) == pytest.approx(1.0)
+
+
+RAGGED = """
+[rows.short]
+histogram = [60, 40, 0, 0]
+[[workload]]
+label = "packed"
+tokens = 4
+ragged = true
+acceptance = "published"
+"""
+
+
+def test_ragged_rows_have_tokens_by_a_distribution(tmp_path: Path) -> None:
+    dense, assumed = plan.load(written(tmp_path, BASE + RAGGED)).workloads
+    assert (dense.rows, dense.tokens, set(dense.load)) == (None, None, {"lengths"})
+    assert assumed.problem.ragged and assumed.tokens == (0.25,) * 4
+    assert assumed.rows is not None and "Assumed" in assumed.rows.source
+    _, named = plan.load(written(tmp_path, BASE + RAGGED + 'rows = "short"\n')).workloads
+    assert named.tokens == pytest.approx((0.6, 0.4, 0, 0))
+    assert named.load == {"lengths": pytest.approx(dense.lengths), "tokens": pytest.approx([0.6, 0.4, 0, 0])}
+    assert named.mix.mean_tokens == pytest.approx(1.4)
+    assert named.mix.mean_length < named.mix.mean_tokens < dense.mix.mean_length < 4
+    assert named.mix.flush < dense.mix.flush
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('rows = "short"', 'rows = "long"'), "rows 'long' is unknown; known: short, uniform"),
+        (("ragged = true", "ragged = false"), "got 'short' with ragged = false, expected ragged = true, or no rows"),
+        (("[60, 40, 0, 0]", "[60, 40]"), "covers lengths 1..2, T is 4"),
+        (("histogram = [60, 40, 0, 0]", "shares = [1]"), r"rows.short: unknown keys ['shares']"),
+        (("[rows.short]\nhistogram = [60, 40, 0, 0]", "[rows]\nshort = 1"), "rows: expected sections"),
+    ],
+)
+def test_wrong_rows_are_refused(tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    text = RAGGED + 'rows = "short"\n'
+    assert change[0] in text
+    with pytest.raises(plan.PlanError, match=re.escape(words)):
+        plan.load(written(tmp_path, BASE + text.replace(*change)))
 
 
 def test_published_means_are_the_plans() -> None:

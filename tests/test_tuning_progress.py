@@ -25,6 +25,7 @@ def test_a_terminal_shows_the_budget_that_is_left(monkeypatch: pytest.MonkeyPatc
     assert "-:--:--" not in shown  # rich's own guess
 
 
+@pytest.mark.fault(35)
 def test_lines_elsewhere_show_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     monkeypatch.setattr("replayssm_tuning.progress._LINE_EVERY_S", 0.0)

@@ -87,6 +87,7 @@ def keys(path: Path, kind: str) -> list[str]:
 ESTIMATE = ("--plan", "small.toml", "--targets", "sm_90a,sm_120a")
 
 
+@pytest.mark.fault(30)
 def test_two_ranks_estimate_what_one_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = torchrun({}, *ESTIMATE, "--out", "two")
     assert done.returncode == 0, done.stderr

@@ -68,6 +68,22 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
     plt.close(figure)
 
 
+def test_the_map_of_configs_has_the_fastest_of_every_batch() -> None:
+    """A config that is best at one batch and bad, or not timed, at others is still on the map."""
+    usual = [TileConfig(1, 1, ctas_per_sm=n) for n in range(1, 31)]
+    cells = []
+    for batch, best in ((1, TileConfig(8, 1)), (4, TileConfig(8, 2)), (16, TileConfig(8, 4))):
+        timed = [(best, 10.0), *((c, 11.0 + n / 100) for n, c in enumerate(usual))]
+        candidates = tuple(Candidate(c, t, stage="raced") for c, t in timed)
+        cells.append(dataclasses.replace(cell(batch=batch), candidates=candidates))
+    with plt.rc_context(plots.LIGHT):
+        figure, _ = plots._configs(results_of(*cells))
+    shown = [text.get_text() for text in figure.get_axes()[0].get_yticklabels()]
+    plt.close(figure)
+    assert len(shown) == 24
+    assert {TileConfig(8, n).label() for n in (1, 2, 4)} <= set(shown)
+
+
 def test_a_page_explains_its_labels_once(tmp_path: Path) -> None:
     path = tmp_path / "x.results.json"
     results_of(cell()).save(path)

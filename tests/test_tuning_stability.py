@@ -103,6 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.fault(31)
 def test_a_repeated_sweep_reports_flips_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", "--plan", "small.toml", "--out", "out", "--repeat", "3", "--whole-grid"]
     assert cli.main(command) == 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replayssm_tuning import cli, cost, on_device, plan, sweep
+from replayssm_tuning import candidates, cli, cost, on_device, plan, report, sweep
 from replayssm_tuning.acceptance import stationary
 from replayssm_tuning.plots import frame, provenance
 from replayssm_tuning.policy import Policy
@@ -80,6 +80,7 @@ def test_an_estimate_makes_tables_for_the_run_time(small: plan.TuningPlan, fake:
         assert flush == pytest.approx(small.workloads[0].mix.flush, abs=1e-5)
 
 
+@pytest.mark.fault(35)
 def test_the_budget_ends_an_estimate_early(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     fake.seconds = 0.05
     start = time.monotonic()
@@ -193,6 +194,36 @@ def measured(
         return on_device.Session(context, device, policy, 0).run(peers=True)  # type: ignore[arg-type]
 
 
+def test_ragged_rows_are_timed_with_their_tokens(fake: Compiler, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        PLAN.replace("[[workload]]", "[rows.short]\nhistogram = [60, 40, 0, 0]\n[[workload]]", 1).replace(
+            'label = "verify"', 'label = "verify"\nragged = true\nrows = "short"'
+        )
+    )
+    loaded, device = plan.load(str(path)), Device()
+    results = measured(loaded, tmp_path, device)
+    assert [w.problem.ragged for w in loaded.workloads] == [True, False]
+    named = 0
+    for name, kwargs in device.jobs:
+        if "lengths" in kwargs:
+            assert kwargs.get("tokens") == ([0.6, 0.4, 0.0, 0.0] if kwargs["problem"]["ragged"] else None), name
+            named += kwargs["problem"]["ragged"]
+    assert named > 20
+    load = results.manifest.acceptance["verify"]
+    assert (load["rows"], load["tokens"]) == ("short", [0.6, 0.4, 0.0, 0.0])
+    assert "tokens" not in results.manifest.acceptance["one token"]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    sweep.write(results, folder, Console(quiet=True))
+    (page, _), errors = report.draw(sorted(folder.glob("*.results.json")))
+    assert not errors
+    assert "Ragged rows 'short': 1..4 new tokens at 60.0, 40.0, 0.0, 0.0%." in page.read_text()
+    again = Device()
+    assert measured(loaded, tmp_path, again).cells == results.cells
+    assert [name for name, _ in again.jobs] == ["describe"]
+
+
 def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     device = Device()
     results = measured(small, tmp_path, device)
@@ -230,7 +261,8 @@ def test_a_measured_sweep_decides_and_records(small: plan.TuningPlan, fake: Comp
             assert TileConfig.from_json(kwargs["config"]) != WRONG
 
 
-@pytest.mark.parametrize(("gain", "winner"), [(0.015, TileConfig()), (0.03, BEST), (-0.2, TileConfig())])
+@pytest.mark.fault(32)
+@pytest.mark.parametrize(("gain", "winner"), [(0.004, TileConfig()), (0.01, BEST), (-0.2, TileConfig())])
 def test_the_default_stays_unless_beaten_by_the_margin(
     small: plan.TuningPlan, fake: Compiler, tmp_path: Path, gain: float, winner: TileConfig
 ) -> None:
@@ -244,6 +276,7 @@ def test_the_default_stays_unless_beaten_by_the_margin(
             assert cell.margin >= 0
 
 
+@pytest.mark.fault(35)
 def test_a_measured_sweep_resumes_without_the_device(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     first = measured(small, tmp_path, Device())
     again = Device()
@@ -257,6 +290,7 @@ def fields(device: Device, kind: str) -> list[list[TileConfig]]:
     return [[TileConfig.from_json(c) for c in kwargs["configs"]] for name, kwargs in device.jobs if name == kind]
 
 
+@pytest.mark.fault(31, 32)
 def test_the_race_is_among_the_close_ones_of_the_heat_and_the_default(
     small: plan.TuningPlan, fake: Compiler, tmp_path: Path
 ) -> None:
@@ -305,6 +339,7 @@ def test_the_fastest_wins_although_first_timings_are_noisy(
         assert true[winner.config] == min(true.values()) < true[screened.config]
 
 
+@pytest.mark.fault(36)
 def test_a_heat_that_crashes_leaves_the_race(small: plan.TuningPlan, fake: Compiler, tmp_path: Path) -> None:
     class Hot(Device):
         def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Answer:
@@ -336,11 +371,13 @@ def test_what_the_model_thinks_slow_is_left_out_unless_the_whole_grid_is_asked_f
         tried = {c.config for c in cell.candidates}
         fastest = min(modelled[c] for c in tried)
         assert fastest == min(modelled.values())
-        assert all(modelled[c] <= 1.5 * fastest for c in tried - {cell.default})
-        assert all(modelled[c] > 1.2 * fastest for c in modelled.keys() - tried)  # 1.5 by the guess before compilation
+        assert all(modelled[c] <= POLICY.prune * fastest for c in tried - {cell.default})
+        workload = next(w for w in small.workloads if w.problem == cell.problem)
+        compiled = candidates.ranked(workload, target, small.batches, within=POLICY.prune)
+        assert all(c not in compiled or modelled[c] > POLICY.prune * fastest for c in modelled.keys() - tried)
         left_out += len(full.candidates) - len(tried)
         assert cell.space == full.space == len(full.candidates)
-    assert 0 < left_out < sum(len(cell.candidates) for cell in everything.cells) / 2
+    assert 0 < left_out < 0.7 * sum(len(cell.candidates) for cell in everything.cells)
     assert any(
         note.startswith(f"{left_out} times (a config in a cell) were left out as slow") for note in results.notes
     )
@@ -418,7 +455,7 @@ def test_a_report_has_every_number_beside_its_plot(small: plan.TuningPlan, fake:
     text = (tmp_path / "report.md").read_text()
     assert "**measured**" in text
     assert "**estimated**" in text
-    assert "A PEER IS FASTER in 2 cell(s)" in text
+    assert text.split("\n\n")[1].startswith("**A PEER IS FASTER in 2 cell(s) on NVIDIA H200:** ")  # above all else
     assert "flashinfer at verify, batch 64 (30.0 µs against 32.4)" in text
     assert fingerprint.kernels()[:12] in text
     assert "NVIDIA H200" in text

@@ -47,6 +47,7 @@ def assert_same_bits(before: list[torch.Tensor], call: Call) -> None:
         assert torch.equal(old, new)
 
 
+@pytest.mark.fault(34)
 def test_everything_the_tables_can_return_is_ready_afterwards(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     coverage = warmup([SMALL, SMALL], [4, 1, 4], device=-1, progress=lines.append)
@@ -205,6 +206,7 @@ def test_without_a_gpu_the_error_names_what_to_do(device: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(18)
 def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
     problem = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
     calls = {batch: random_call(problem, batch, slots=40, device="cuda") for batch in (1, 16, 32)}
@@ -228,6 +230,7 @@ def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fault(20)
 def test_gpu_capture_in_a_fresh_process(tmp_path: Path) -> None:
     """Without warmup a capture raises an error that names the fix; the process goes on and captures after it."""
     code = """

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from replayssm_cute import ring
-from replayssm_cute.problem import Problem
 
+_GOLDEN, _SILVER = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
 _SUM_TOLERANCE = 0.02  # published shares are rounded; they are renormalized within this
 
 
@@ -135,40 +135,56 @@ class Mix:
         pnat: share of rows with 0, 1, ..., W live rows.
         flush: share of rows whose step flushes.
         mean_length: mean acceptance length.
+        tokens: share of rows with 1, ..., T new tokens; all have T where rows are not ragged.
     """
 
     pnat: tuple[float, ...]
     flush: float
     mean_length: float
+    tokens: tuple[float, ...]
 
     @property
     def mean_live(self) -> float:
         """Mean live rows."""
         return sum(n * share for n, share in enumerate(self.pnat))
 
+    @property
+    def mean_tokens(self) -> float:
+        """Mean new tokens of a row."""
+        return sum(n * share for n, share in enumerate(self.tokens, 1))
 
-def stationary(lengths: Sequence[float], window: int) -> Mix:
+
+def stationary(lengths: Sequence[float], window: int, tokens: Sequence[float] | None = None) -> Mix:
     """The stationary mix of pnat under the cursor rule, for P(length = 1..T) given.
 
     Solved as a linear system: the chain may be periodic (T = 1 walks a cycle), so powers of it need not converge.
 
+    Args:
+        lengths: P(length = 1..T) of a row with T tokens; a shorter row keeps no more than it has.
+        tokens: of ragged rows, P(a row has 1..T new tokens), each step anew; None gives every row T.
+
     Raises:
-        ValueError: if there are no lengths, or more than W.
+        ValueError: if there are no lengths, or more than W, or other numbers of tokens.
     """
-    return _stationary(tuple(lengths), window)
+    return _stationary(tuple(lengths), window, None if tokens is None else tuple(tokens))
 
 
 @functools.lru_cache(maxsize=256)
-def _stationary(lengths: tuple[float, ...], window: int) -> Mix:
-    tokens = len(lengths)
-    if not 1 <= tokens <= window:
-        raise ValueError(f"lengths: got {tokens} of them with W = {window}, expected 1..W")
+def _stationary(lengths: tuple[float, ...], window: int, tokens: tuple[float, ...] | None) -> Mix:
+    most = len(lengths)
+    if not 1 <= most <= window:
+        raise ValueError(f"lengths: got {most} of them with W = {window}, expected 1..W")
+    tokens = (*(0.0,) * (most - 1), 1.0) if tokens is None else tokens
+    if len(tokens) != most:
+        raise ValueError(f"tokens: got shares of 1..{len(tokens)} tokens a row, expected 1..{most}, as of the lengths")
+    rows = [(n, share) for n, share in enumerate(tokens, 1) if share]
     size = window + 1
     chain = torch.zeros(size, size, dtype=torch.float64)
     for pnat in range(size):
-        base = 0 if ring.flushes(pnat, tokens, window) else pnat
-        for accepted, share in enumerate(lengths, 1):
-            chain[pnat, base + accepted] += share
+        for new, of_rows in rows:
+            base = 0 if ring.flushes(pnat, new, window) else pnat
+            for accepted, share in enumerate(lengths, 1):
+                chain[pnat, base + min(accepted, new)] += of_rows * share
     # pi (P - 1) = 0 and sum(pi) = 1; every path flushes and restarts alike, so pi is unique.
     system = torch.cat((chain.T - torch.eye(size, dtype=torch.float64), torch.ones(1, size, dtype=torch.float64)))
     right = torch.zeros(size + 1, dtype=torch.float64)
@@ -178,14 +194,10 @@ def _stationary(lengths: tuple[float, ...], window: int) -> Mix:
     pnat_shares = tuple(solution.tolist())
     return Mix(
         pnat=pnat_shares,
-        flush=sum(s for n, s in enumerate(pnat_shares) if ring.flushes(n, tokens, window)),
-        mean_length=sum(k * s for k, s in enumerate(lengths, 1)),
+        flush=sum(s * t for n, s in enumerate(pnat_shares) for new, t in rows if ring.flushes(n, new, window)),
+        mean_length=sum(min(k, new) * s * t for k, s in enumerate(lengths, 1) for new, t in rows),
+        tokens=tokens,
     )
-
-
-def flush_rows(pnat: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Which rows of `pnat` flush."""
-    return ring.flushes(pnat, problem.tokens, problem.window)
 
 
 def quotas(shares: Iterable[float], rows: int) -> list[int]:
@@ -199,16 +211,26 @@ def quotas(shares: Iterable[float], rows: int) -> list[int]:
     return counts
 
 
-def deal(mix: Mix, sets: int, batch: int, *, seed: int) -> torch.Tensor:
-    """pnat of every row of `sets` slot sets of `batch` rows, (sets, batch) int32.
+def deal(mix: Mix, sets: int, batch: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """pnat and new tokens of every row of `sets` slot sets of `batch` rows, each (sets, batch) int32.
 
-    The quota is met over all rows together, and the sorted values are dealt round-robin, so that each set holds
-    every value within one of its share; the order of rows inside a set is random.
+    The quotas are met over all rows together. The sorted pnat are dealt round-robin, so that each set holds every value
+    within one of its share. Numbers of tokens follow multiples of two irrational numbers, along a set and across them:
+    these fill every set, and every stretch of rows with the same pnat, evenly. Inside a set the order is random.
     """
-    counts = quotas(mix.pnat, sets * batch)
-    values = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    dealt = values.view(batch, sets).T.contiguous()
+    pnat = _in_order(quotas(mix.pnat, sets * batch))
+    tokens = torch.empty_like(pnat)
+    places = torch.arange(len(pnat), dtype=torch.float64)  # in its set, and of its set
+    evenly = (places.div(sets, rounding_mode="floor") * _GOLDEN + places.remainder(sets) * _SILVER).frac().argsort()
+    tokens[evenly] = _in_order(quotas(mix.tokens, sets * batch)) + 1
     gen = torch.Generator().manual_seed(seed)
     order = torch.rand(sets, batch, generator=gen).argsort(1)
     # Sets with more flush rows must not all come first in the rotation.
-    return dealt.gather(1, order)[torch.randperm(sets, generator=gen)].to(torch.int32)
+    turns = torch.randperm(sets, generator=gen)
+    dealt = [v.view(batch, sets).T.gather(1, order)[turns].to(torch.int32) for v in (pnat, tokens)]
+    return dealt[0], dealt[1]
+
+
+def _in_order(counts: Sequence[int]) -> torch.Tensor:
+    """0, 1, 2, ..., each as often as its count says."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -200,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     refit = command("fit", "fit the cost model's constants to the timings in journals of sweeps")
-    refit.add_argument("journals", nargs="+", type=Path, help="journal*.jsonl files, all of a sweep together")
+    refit.add_argument("journals", nargs="+", type=Path, help="journal*.jsonl files (.gz too), all of a sweep together")
     command("list", "the shipped plans")
     explain = command("explain-plan", "what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)

@@ -158,13 +158,16 @@ class Session:
 
     def cell(self, workload: Workload, batch: int) -> None:
         """One cell and what the options ask beside it."""
-        problem, lengths, runner = workload.problem, workload.lengths, self.runner
-        found = runner.cell(problem, batch, lengths, self.read_gbs()[0])
+        problem, runner = workload.problem, self.runner
+        found = runner.cell(problem, batch, workload.load, self.read_gbs()[0])
         cell = BenchCell(workload.label, problem, batch, **found)
         self.cells.append(cell)
         self.say(cell)
         self.note_missing(cell)
         self.save()
+        if problem.ragged and any(True for _ in self.beside()):
+            self.note(f"{workload.label}: evolving cursors and PDL are timed of rows with T tokens each alone")
+            return
         for name, make in self.beside():
             self.part(f"{workload.label}, batch {batch}, {name}", lambda: self.add(name, workload, batch, make))  # noqa: B023
         self.save()

@@ -33,18 +33,24 @@ class BenchRunner(DeviceRunner):
         kernel = compiler.get(problem, config, self.target)
         return Entrant(OURS, config.label(), lambda call: functools.partial(kernel, *plan.kernel_args(call)))
 
-    def cell(self, problem: Problem, batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
-        """All entrants on one cell: the peers' variants and the floor's shapes first alone, then the best in turns."""
-        where: dict[str, Any] = {"problem": problem.to_json(), "batch": batch, "lengths": lengths}
+    def cell(
+        self, problem: Problem, batch: int, load: Mapping[str, Sequence[float]], read_gbs: float
+    ) -> dict[str, Any]:
+        """All entrants on one cell: the peers' variants and the floor's shapes first alone, then the best in turns.
+
+        Args:
+            load: lengths, and of ragged rows tokens, as `Workload.load`.
+        """
+        where: dict[str, Any] = {"problem": problem.to_json(), "batch": batch, **load}
         with self._guard():
             choice = self.choice(problem, batch)
             errors = self.check(problem.to_json(), choice.config.to_json())
-            cell = self._cell_of(problem, batch, lengths)
+            cell = self._cell_of(problem, batch, **load)
             variants = self.peers(**where)
             variants += self._time_variants(cell, self.refined(problem, batch, variants))
             floor = self.floor(**where, read_gbs=read_gbs)
             field = [self.ours(problem, batch), *self.of_peers(problem, batch, variants)]
-            field.append(self.of_floor(problem, floor["heads_per_cta"]))
+            field.append(self.of_floor(cell, floor["heads_per_cta"]))
             return {
                 "bytes": cell.bytes,
                 "flush": cell.flush,
@@ -103,9 +109,9 @@ class BenchRunner(DeviceRunner):
         fastest = min(timed, key=lambda v: v["time_us"])
         return list(peers.refined(problem, batch, self.device, choices[fastest["variant"]]))
 
-    def of_floor(self, problem: Problem, heads_per_cta: int) -> Entrant:
+    def of_floor(self, cell: Cell, heads_per_cta: int) -> Entrant:
         """The floor kernel in its fastest shape."""
-        run = self._floor_run(problem, floor_kernel.FloorConfig(heads_per_cta))
+        run = self._floor_run(cell, floor_kernel.FloorConfig(heads_per_cta))
         return Entrant(FLOOR, f"{heads_per_cta} heads a CTA", lambda call: lambda: run(call), writes_outputs=False)
 
     def race_field(

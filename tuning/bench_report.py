@@ -282,8 +282,12 @@ def _over_floor(ax: Axes, bench: Bench, part: pd.DataFrame) -> None:
 
 def _speedups(ax: Axes, bench: Bench, part: pd.DataFrame) -> None:
     shown = [p for p in peers_of(bench) if part[f"speedup_over_{p}"].notna().any()]
+    if not shown:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, "no peer was timed here", ha="center", va="center", color=MUTED, transform=ax.transAxes)
+        return
     colours = _colours(bench)
-    width = 0.8 / max(len(shown), 1)
+    width = 0.8 / len(shown)
     for number, peer in enumerate(shown):
         values = part[f"speedup_over_{peer}"].astype(float)
         at = [i + (number - (len(shown) - 1) / 2) * width for i in range(len(part))]
@@ -298,8 +302,7 @@ def _speedups(ax: Axes, bench: Bench, part: pd.DataFrame) -> None:
     ax.set_ylabel("times as fast (1 = equal)")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 0.97), max(high, 1.05) + 0.25 * (high - min(low, 1.0)))
-    if shown:
-        ax.legend(loc="upper left", ncols=2)
+    ax.legend(loc="upper left", ncols=2)
 
 
 def _evolve_figure(bench: Bench) -> Figure:
@@ -309,12 +312,12 @@ def _evolve_figure(bench: Bench) -> Figure:
     figure, grid = _grid(
         bench, "a step while cursors evolve: median (dot) and p99 (tick)", -(-len(parts) // 2), min(2, len(parts)), 5.6
     )
-    names = list(dict.fromkeys(table["entrant"]))
     colours = {OURS: OUR_BLUE, **_colours(bench)}
     for ax in list(grid.flat)[len(parts) :]:
         ax.remove()
     for ax, ((label, problem), part) in zip(grid.flat, parts, strict=False):
         batches = sorted(part["batch"].unique())
+        names = list(dict.fromkeys(part["entrant"]))
         for number, name in enumerate(names):
             mine = part[part["entrant"] == name]
             at = [batches.index(b) + (number - (len(names) - 1) / 2) * 0.2 for b in mine["batch"]]

@@ -81,7 +81,7 @@ class CellTimer:
         """Check and time a cell's candidates until its share of the budget ends; None if nothing could be timed."""
         problem = workload.problem
         default = default_config(problem, self.target, batch)
-        where = {"problem": problem.to_json(), "batch": batch, "lengths": [round(s, 9) for s in workload.lengths]}
+        where = {"problem": problem.to_json(), "batch": batch, **workload.load}
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
         worth = self.by_estimate(workload, batch, configs, default)

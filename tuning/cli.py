@@ -10,12 +10,14 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich import console as rich_console
 
 from . import archive, arguments, listing
 from . import plan as plans
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
     from .bench_results import Bench
 
 _PRINT_WIDTH = 210  # of tables that go to a file or a pipe
+
+
+class Console(rich_console.Console):
+    """One that leaves it to `main` what is done when the reader of the output has left."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def _plan(args: argparse.Namespace) -> plans.TuningPlan:
@@ -62,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (plans.PlanError, UsageError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who read the output has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 128 + signal.SIGPIPE
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -6,9 +6,11 @@ that `head_split` makes) one after the other. The time per piece can be below no
   latency    (S + a refill's round trip + dependent work) / pieces in flight (Little's law);
   chain      a piece's dependent work and its part of a CTA's start / resident CTAs;
   issue      the issue time of a piece's warps, of spills, and of its part of a CTA's start.
-They are joined by a p-norm. A start waits for cursors, ring and B·C, behind the CTA's own first states. Fewer registers
-than the kernel wants lengthen chain and issue: loads can no longer be asked for ahead. To the pieces' time come the
-first start, which nothing hides, waves that do not come out even, the last CTAs' ends, and a fixed launch term.
+They are joined by a p-norm. A start waits for cursors, ring and B·C, behind first states: its CTA's own, and where
+there are more stages than one, the other CTAs' too. Fewer registers than the kernel wants lengthen chain and issue:
+loads can no longer be asked for ahead. To the pieces' time come the starts of the first waves, while CTAs still go in
+step and nothing hides them; slots that get more pieces than others; the flush that the last CTAs may still have to do;
+and a fixed launch term.
 
 The constants (`Constants`) are fitted to timings by `fit.py` and kept in `data/`, with what they were fitted to and how
 well they fit, also to a batch size that the fit has not seen. No GPU but that one has been fitted: for the others only
@@ -52,7 +54,7 @@ class Constants:
         start_us: a CTA's dependent work before its first piece: cursors, ring, B·C.
         products_us: its part that fewer warps do slower, at four warps.
         trip_us: one more round of decay vectors, where a CTA has more heads than warps.
-        queue: share of the CTA's first states' time that its start waits behind them.
+        queue: share of the time of the first states that a start waits behind them.
         several_us: what a start takes longer in kernels of several heads a CTA: the next head's inputs.
         piece_us: dependent work of one piece, once its state is there.
         piece_issue_us: issue time of one piece of four warps.
@@ -62,8 +64,9 @@ class Constants:
         short_issue: the same of the issue time.
         write_factor: read bytes that a written one costs (read-write turnaround).
         ring_trip_us: what reading the whole ring saves a CTA's start: a trip to memory in a row.
-        wave: share of a wave's empty slots that is lost.
-        last, last_tail: share of the `last` pieces that a multiprocessor waits at the end, without and with a tail.
+        wave: share of the pieces that the fullest slot has more which is lost: meanwhile the others' bandwidth is free.
+        in_step: share of a wave's starts that nothing hides, over that of the wave before.
+        last: of the time that the last pieces' flushes take on their own.
         norm: how softly the limits join.
     """
 
@@ -82,8 +85,8 @@ class Constants:
     write_factor: float
     ring_trip_us: float
     wave: float
+    in_step: float
     last: float
-    last_tail: float
     norm: float
 
 
@@ -145,21 +148,30 @@ class Traffic:
         return self.read + self.written
 
 
-def traffic(problem: Problem, batch: int, *, flush: float, mean_live: float) -> Traffic:
+def traffic(
+    problem: Problem, batch: int, *, flush: float, mean_live: float, mean_tokens: float | None = None
+) -> Traffic:
     """Bytes of one call: state, live ring rows and new tokens read; flushed states, appended rows and output written.
 
     Args:
         flush: share of rows that flush.
         mean_live: mean live rows (pnat).
+        mean_tokens: mean new tokens of a row; None for T.
     """
+    tokens = problem.tokens if mean_tokens is None else mean_tokens
     p, io = problem, dtypes.BYTES[problem.io_dtype]
     state = p.heads * p.head_dim * p.d_state * p.state_bytes
     values = p.heads * p.head_dim * io
     ring_row = values + p.groups * p.d_state * io + p.heads * 4
     new_token = values * (2 if p.has_z else 1) + 2 * p.groups * p.d_state * io + p.heads * dtypes.BYTES[p.dt_dtype]
-    read = batch * (state + mean_live * ring_row + p.tokens * new_token)
-    written = batch * (flush * state + p.tokens * (ring_row + values))
+    read = batch * (state + mean_live * ring_row + tokens * new_token)
+    written = batch * (flush * state + tokens * (ring_row + values))
     return Traffic(round(read), round(written))
+
+
+def of_mix(problem: Problem, batch: int, mix: Mix) -> Traffic:
+    """The fewest bytes of one call whose rows are those of a mix."""
+    return traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live, mean_tokens=mix.mean_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +224,20 @@ class Load:
         stages: pieces of a CTA whose states are in flight or being read.
         read_us, written_us: bytes of a piece at the multiprocessor's share of the read limit.
         spill_us: of a piece.
+        flush_us: of a piece's flush, if its multiprocessor writes alone.
         warps: of a CTA.
         flush: share of rows that flush.
-        starts, trips: CTA starts and further rounds of decay vectors, per piece.
+        starts, rounds: starts of CTAs, and of those of several heads, per piece.
+        trips: further rounds of decay vectors of the latter.
         several: whether the kernel is one of several heads a CTA.
         longest: pieces of the largest CTAs, which start first.
         one_wave: whether all CTAs are resident at once.
         shortage: registers that the kernel lacks, in parts of those it wants.
         whole: whether the whole ring is read.
         fair: pieces of a slot (place of a resident CTA) if all took the same.
-        uneven: pieces that the fullest slot has more, for whole waves of large CTAs.
-        last: pieces after the first of the CTAs that end last: flushes make some CTAs longer.
-        tail: whether small CTAs fill the end.
+        uneven: pieces that the fullest slot has more.
+        last: pieces of the largest CTAs that flush, where the batch has a row that does.
+        waves: of the largest CTAs.
     """
 
     busy: int
@@ -231,10 +245,12 @@ class Load:
     read_us: float
     written_us: float
     spill_us: float
+    flush_us: float
     warps: int
     flush: float
     starts: float
-    trips: float
+    rounds: float
+    trips: int
     several: bool
     longest: int
     one_wave: bool
@@ -242,8 +258,8 @@ class Load:
     whole: bool
     fair: float
     uneven: float
-    last: int
-    tail: bool
+    last: float
+    waves: int
 
 
 def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: Mix, resources: HasResources) -> Load:
@@ -258,7 +274,7 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     if resident < 1:
         raise ValueError(f"{config.label()}: no CTA fits a multiprocessor of {target.name}: {limit}")
     live = problem.ring_rows if config.ring == "whole" else mix.mean_live
-    moved = traffic(problem, batch, flush=mix.flush, mean_live=live)
+    moved = traffic(problem, batch, flush=mix.flush, mean_live=live, mean_tokens=mix.mean_tokens)
     warps, heads = config.warps(problem), config.turns
     pieces = batch * problem.heads // config.parallel_heads * config.head_split
     ctas = config.ctas(problem, batch)
@@ -271,7 +287,8 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         starts, rounds, fair, uneven = 1 / longest, 1 / longest, float(longest), 0.0
     else:
         starts, rounds, fair = ctas / pieces, large / pieces, pieces / slots
-        uneven = max(0.0, -(-large // slots) * heads - fair)
+        uneven = fullest(slots, large, heads, ctas - large) - fair
+    state_bytes = problem.head_dim * problem.d_state * problem.state_bytes
     # 1 GB/s is 1e3 bytes per microsecond
     share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
     wanted = max(usual_registers(config), resources.registers) if config.ctas_per_sm > 1 else resources.registers
@@ -281,10 +298,12 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         read_us=moved.read / pieces / share,
         written_us=moved.written / pieces / share,
         spill_us=2 * resources.stack_bytes * 32 * warps / (LOCAL_GBS * 1e3),
+        flush_us=state_bytes / config.head_split * config.parallel_heads / (SM_PEAK_GBS * 1e3),
         warps=warps,
         flush=mix.flush,
         starts=starts,
-        trips=rounds * (-(-longest // warps) - 1),
+        trips=-(-longest // warps) - 1,
+        rounds=rounds,
         several=heads > 1,
         longest=longest,
         one_wave=one_wave,
@@ -292,29 +311,43 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
         whole=config.ring == "whole",
         fair=fair,
         uneven=uneven,
-        last=longest - 1,
-        tail=config.tail_rows > 0,
+        last=longest * min(1.0, batch * mix.flush),
+        waves=-(-(large or ctas) // slots),
     )
 
 
-def _start_us(x: Load, k: Constants) -> float:
-    """Dependent work of a CTA's start and of its further rounds, per piece."""
+def fullest(slots: int, large: int, heads: int, small: int) -> int:
+    """Pieces of the slot that ends last: `large` CTAs of `heads` pieces, then `small` ones, each to the emptiest."""
+    full, odd = divmod(large, slots)
+    if odd:
+        room = (slots - odd) * heads
+        if small <= room:
+            return (full + 1) * heads
+        full, small = full + 1, small - room
+    return full * heads - (-small // slots)
+
+
+def _start_us(x: Load, k: Constants) -> tuple[float, float]:
+    """Dependent work of a CTA's start, and of its further rounds."""
     s = x.read_us + k.write_factor * x.written_us
-    first = k.start_us + k.products_us * _WARPS / x.warps - (k.ring_trip_us if x.whole else 0.0)
-    first += k.several_us * x.several + k.queue * x.stages * s
-    return (x.starts * first + x.trips * k.trip_us) * (1 + k.short_chain * x.shortage)
+    first = k.start_us + k.products_us * _WARPS / x.warps - k.ring_trip_us * x.whole
+    first += k.several_us * x.several + k.queue * (1 + (x.stages - 1) * x.busy) * s
+    short = 1 + k.short_chain * x.shortage
+    return first * short, x.trips * k.trip_us * short
 
 
 def limits(x: Load, k: Constants) -> dict[str, float]:
-    """The least times of a piece, in microseconds."""
+    """The least times of a piece, in microseconds. Of numbers, or, to fit many timings at once, of arrays."""
     s = x.read_us + k.write_factor * x.written_us
     work = 1 + k.flush_work * x.flush
-    trip = ROUND_TRIP_US * max(0.0, 1 - x.stages * x.starts)  # the first ones' passes during the start
-    chain = k.piece_us * work * (1 + k.short_chain * x.shortage) + (0.0 if x.one_wave else _start_us(x, k))
+    trip = ROUND_TRIP_US * (1 - x.stages * x.starts)  # the first ones' passes during the start
+    first, rounds = _start_us(x, k)
+    chain = k.piece_us * work * (1 + k.short_chain * x.shortage)
+    chain += (1 - x.one_wave) * (x.starts * first + x.rounds * rounds)
     issue = k.piece_issue_us * work * x.warps / _WARPS + k.start_issue_us * x.starts
     return {
         "bandwidth": s,
-        "latency": (s * (x.busy if x.one_wave else 1) + trip + k.piece_us * work) / (x.busy * x.stages),
+        "latency": (s * (1 + x.one_wave * (x.busy - 1)) + trip + k.piece_us * work) / (x.busy * x.stages),
         "chain": chain / x.busy,
         "issue": issue * (1 + k.short_issue * x.shortage) + x.spill_us,
     }
@@ -323,8 +356,11 @@ def limits(x: Load, k: Constants) -> dict[str, float]:
 def time_us(x: Load, k: Constants) -> float:
     """The time of one call, after the module's model."""
     per_piece = sum(v**k.norm for v in limits(x, k).values()) ** (1 / k.norm)
-    depth = x.fair + k.wave * x.uneven + (k.last_tail if x.tail else k.last) * x.last
-    return k.launch_us + _start_us(x, k) * x.longest + depth * x.busy * per_piece
+    depth = x.fair + k.wave * x.uneven
+    end = k.last * x.last * (x.flush_us + k.piece_us)
+    first, rounds = _start_us(x, k)
+    exposed = (1 - k.in_step**x.waves) / (1 - k.in_step)
+    return k.launch_us + (first + rounds) * exposed + end + depth * x.busy * per_piece
 
 
 def estimate(
@@ -338,7 +374,7 @@ def estimate(
     x, k = load(problem, config, target, batch, mix, resources), fitted()
     resident, limit = occupancy(problem, config, target, resources)
     found, least = time_us(x, k), limits(x, k)
-    moved = traffic(problem, batch, flush=mix.flush, mean_live=mix.mean_live)
+    moved = of_mix(problem, batch, mix)
     rows = config.warps(problem) * config.tiles_per_warp * P_TILE
     state_chunk = rows * problem.d_state * problem.state_bytes
     return Estimate(

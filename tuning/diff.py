@@ -212,7 +212,7 @@ class Diff:
 def _lengths(manifest: tables.Manifest) -> dict[str, tuple[Any, ...]]:
     """Acceptance lengths by problem; what is not as a sweep writes it is left out."""
     return {
-        str(entry["problem"]): tuple(entry["lengths"])
+        str(entry["problem"]): (*entry["lengths"], *entry.get("tokens", ()))
         for entry in manifest.acceptance.values()
         if isinstance(entry, dict) and isinstance(entry.get("lengths"), list) and "problem" in entry
     }

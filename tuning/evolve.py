@@ -69,7 +69,7 @@ def slots_of(call: calls.Call) -> torch.Tensor:
     """The slot of each row."""
     if call.state_batch_indices is not None:
         return call.state_batch_indices
-    return torch.arange(call.x.shape[0], device=call.x.device)
+    return torch.arange(call.batch, device=call.x.device)
 
 
 def commit(cell: Cell, call: calls.Call, accepted: torch.Tensor) -> torch.Tensor:

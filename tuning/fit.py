@@ -8,8 +8,10 @@ is one problem and batch of one journal, count alike.
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -45,8 +47,8 @@ START = cost.Constants(
     write_factor=1.3,
     ring_trip_us=0.2,
     wave=0.3,
-    last=0.2,
-    last_tail=0.15,
+    in_step=0.3,
+    last=1.5,
     norm=2.0,
 )
 _REACH = 8.0
@@ -98,13 +100,14 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
                 configs = [key["config"]] if kind == "time" else key["configs"]
                 values = [result["value"]] if kind == "time" else result["value"]
                 for config, value in zip(configs, values, strict=True):
-                    name = key_of({"kernel": _kernel(key, config), "batch": key["batch"], "lengths": key["lengths"]})
+                    where = [key["batch"], key["lengths"], key.get("tokens")]
+                    name = key_of({"kernel": _kernel(key, config), "cell": where})
                     times[name] = (key, config, value["time_us"])
         for key, config_json, time_us in times.values():
             if key["gpu"] != target.name:
                 raise ValueError(f"{path}: got timings of {key['gpu']}, expected {target.name}")
             problem, config = Problem.from_json(key["problem"]), TileConfig.from_json(config_json)
-            mix = stationary(key["lengths"], problem.window)
+            mix = stationary(key["lengths"], problem.window, key.get("tokens"))
             known = compiled.get(_kernel(key, config_json))
             resources: cost.HasResources = cost.guess(problem, config)
             if known is not None:
@@ -118,8 +121,18 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
     return found, kernels
 
 
+def _text(path: Path) -> str:
+    """A journal's text, unpacked where its name ends in .gz."""
+    if path.suffix != ".gz":
+        return path.read_text(encoding="utf-8")
+    try:
+        return gzip.decompress(path.read_bytes()).decode()
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"{path} is damaged: {error}") from error
+
+
 def _records(path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _text(path).splitlines():
         try:
             record = json.loads(line)
             key, result = record["key"], record["result"]
@@ -131,6 +144,12 @@ def _records(path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _kernel(key: dict[str, Any], config: dict[str, Any]) -> str:
     return key_of({"problem": key["problem"], "config": config, "kernels": key["kernels"]})
+
+
+def stacked(timings: Sequence[Timing]) -> cost.Load:
+    """All loads as one, of arrays: the model's arithmetic takes both."""
+    columns = {f.name: np.array([float(getattr(t.load, f.name)) for t in timings]) for f in fields(cost.Load)}
+    return cost.Load(**columns)  # type: ignore[arg-type]
 
 
 def cells(timings: Iterable[Timing]) -> dict[str, list[Timing]]:
@@ -150,14 +169,15 @@ def fit(timings: Sequence[Timing]) -> cost.Constants:
         sums[t.cell] += (fastest[t.cell] / t.time_us) ** 2
     for i, t in enumerate(timings):
         weights[i] = math.sqrt((fastest[t.cell] / t.time_us) ** 2 / sums[t.cell])
-    measured = np.log([t.time_us for t in timings])
+    measured, loads = np.log([t.time_us for t in timings]), stacked(timings)
     centre = np.log(astuple(START))
     low, high = centre - math.log(_REACH), centre + math.log(_REACH)
+    high[NAMES.index("in_step")] = math.log(0.95)
     low[NAMES.index("norm")], high[NAMES.index("norm")] = math.log(1.2), math.log(8.0)
 
     def residuals(point: np.ndarray) -> np.ndarray:
         k = cost.Constants(*np.exp(point).tolist())
-        modelled = np.log([cost.time_us(t.load, k) for t in timings])
+        modelled = np.log(cost.time_us(loads, k))
         return np.concatenate(((modelled - measured) * weights, (point - centre) * _PULL))
 
     random = np.random.default_rng(_SEED)
@@ -189,7 +209,7 @@ def judge(timings: Iterable[Timing], k: cost.Constants) -> list[dict[str, Any]]:
     """Each cell's errors, rank correlation and the regret of the model's first pick."""
     rows = []
     for name, ts in cells(timings).items():
-        modelled = np.array([cost.time_us(t.load, k) for t in ts])
+        modelled = np.asarray(cost.time_us(stacked(ts), k))
         measured = np.array([t.time_us for t in ts])
         error = modelled / measured - 1
         pick = int(modelled.argmin())
@@ -229,9 +249,10 @@ def held_out(timings: Sequence[Timing]) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians and worst over cells: regrets of all, rank correlations of those with at least five timings."""
+    """Medians and worst over the cells with at least five timings: of fewer, a pick says little."""
+    rows = [r for r in rows if r["timings"] >= 5]
     regrets = [r["regret"] for r in rows]
-    ranks = [r["rank_correlation"] for r in rows if r["timings"] >= 5 and r["rank_correlation"] is not None]
+    ranks = [r["rank_correlation"] for r in rows if r["rank_correlation"] is not None]
     found = {}
     if ranks:
         found = {"median_rank_correlation": round(float(np.median(ranks)), 4), "worst_rank_correlation": min(ranks)}

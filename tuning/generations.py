@@ -144,10 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.generations", description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, help="accepted tokens of each request (default 4096)")
-    parser.add_argument("--window", type=int, default=16, help="W (default 16)")
+    parser.add_argument("--window", type=int, default=16, help="W (default 16); below 4 it is T too")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/generations"), help="folder of the results")
     args = parser.parse_args(argv)
-    study = Study(args.tokens, dataclasses.replace(PROBLEM, window=args.window))
+    drafted = min(PROBLEM.tokens, args.window)
+    study = Study(args.tokens, dataclasses.replace(PROBLEM, window=args.window, tokens=drafted))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     curves = pd.concat([errors(study, state, device) for state in STATES], ignore_index=True)
     args.out.mkdir(parents=True, exist_ok=True)

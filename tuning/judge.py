@@ -27,10 +27,10 @@ def judge(results: Results) -> pd.DataFrame:
         return pd.DataFrame()
     rows = []
     for cell in results.cells:
-        lengths = results.manifest.acceptance.get(cell.label, {}).get("lengths")
-        if lengths is None:
+        load = results.manifest.acceptance.get(cell.label, {})
+        if "lengths" not in load:
             continue
-        mix = stationary(lengths, cell.problem.window)
+        mix = stationary(load["lengths"], cell.problem.window, load.get("tokens"))
         pairs = []
         for c in cell.candidates:
             if c.time_us is None or c.facts.get("registers") is None:

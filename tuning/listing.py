@@ -64,10 +64,21 @@ def explain(console: Console, plan: plans.TuningPlan) -> None:
             f"  acceptance {escape(w.acceptance.name)}: lengths {shares}; mean {w.mix.mean_length:.2f}\n"
             f"  {escape(w.acceptance.source)}\n"
             f"  stationary mix: {100 * w.mix.flush:.1f}% of rows flush, {w.mix.mean_live:.1f} live rows on average\n"
+            f"{_rows_text(w)}"
             f"  {w.problem.bytes_per_slot() / 2**20:.2f} MiB a slot",
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _rows_text(w: plans.Workload) -> str:
+    """A line on ragged rows' tokens; empty where all have T."""
+    if w.rows is None or w.tokens is None:
+        return ""
+    shares = ", ".join(f"{k}: {100 * s:.1f}%" for k, s in enumerate(w.tokens, 1))
+    return (
+        f"  rows {escape(w.rows.name)}: new tokens {shares}; mean {w.mix.mean_tokens:.2f}\n  {escape(w.rows.source)}\n"
+    )
 
 
 def explain_data(plan: plans.TuningPlan) -> dict[str, Any]:
@@ -86,6 +97,7 @@ def explain_data(plan: plans.TuningPlan) -> dict[str, Any]:
                 "acceptance": w.acceptance.name,
                 "acceptance_source": w.acceptance.source,
                 "lengths": list(w.lengths),
+                "tokens": list(w.mix.tokens),
                 "mean_length": w.mix.mean_length,
                 "flush": w.mix.flush,
                 "mean_live": w.mix.mean_live,

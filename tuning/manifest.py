@@ -14,7 +14,7 @@ import torch
 from replayssm_cute import fingerprint, tables
 from replayssm_cute.target import Target
 
-from .plan import TuningPlan
+from .plan import TuningPlan, Workload
 from .progress import Budget
 
 
@@ -49,9 +49,18 @@ def manifest(
                 "flush": round(w.mix.flush, 6),
                 "mean_live": round(w.mix.mean_live, 4),
             }
+            | _rows(w)
             for w in plan.workloads
         },
     )
+
+
+def _rows(workload: Workload) -> dict[str, Any]:
+    """Of ragged rows, where their numbers of tokens come from, and what they are."""
+    if workload.rows is None:
+        return {}
+    rows, tokens = workload.rows, workload.tokens or ()
+    return {"rows": rows.name, "rows_source": rows.source, "tokens": [round(s, 6) for s in tokens]}
 
 
 def _versions() -> dict[str, str]:

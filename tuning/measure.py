@@ -1,8 +1,9 @@
 """The jobs of a GPU worker: check a config's numbers, time it, race several, time the floor and the peers.
 
-A cell is one (problem, batch, mix). Its rows live in several *slot sets* (see `slots`), enough of them that a rotation
-touches several times the L2; one graph holds one launch per set (several rotations, where a launch is short; see
-`timing`).
+A cell is one (problem, batch, mix). A job names the mix by `lengths`, P(acceptance length = 1..T), and where rows are
+ragged by `tokens`, P(a row has 1..T new tokens). A cell's rows live in several *slot sets* (see `slots`), enough of
+them that a rotation touches several times the L2; one graph holds one launch per set (several rotations, where a launch
+is short; see `timing`).
 """
 
 from __future__ import annotations
@@ -87,43 +88,61 @@ class DeviceRunner:
             return {"out": worst.out, "out_worst": worst.out_worst, "state": max(e.state for e in found)}
 
     def time(
-        self, problem: dict[str, Any], batch: int, lengths: Sequence[float], config: dict[str, Any]
+        self,
+        problem: dict[str, Any],
+        batch: int,
+        lengths: Sequence[float],
+        config: dict[str, Any],
+        tokens: Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """Microseconds a call of one config on one cell, from few replays: which configs are worth a heat."""
         p, c = Problem.from_json(problem), TileConfig.from_json(config)
         policy = dataclasses.replace(self.policy, graph_us=self.policy.screen_graph_us)
         with self._guard():
             held = self._cell
-            cell = self._cell_of(p, batch, lengths)
+            cell = self._cell_of(p, batch, lengths, tokens)
             kernel = self._kernel(p, c)
             timed = capture(lambda call: launch(kernel, call), cell, policy)
             timed.sample(policy.screen_warmups if self._cell is held else policy.warmups)
             return summary(timed.sample(policy.screen_replays)) | self._facts(cell, timed)
 
     def heat(
-        self, problem: dict[str, Any], batch: int, lengths: Sequence[float], configs: list[dict[str, Any]]
+        self,
+        problem: dict[str, Any],
+        batch: int,
+        lengths: Sequence[float],
+        configs: list[dict[str, Any]],
+        tokens: Sequence[float] | None = None,
     ) -> list[dict[str, Any]]:
         """Few interleaved rounds over many configs: which are worth a race."""
-        return self._interleaved(problem, batch, lengths, configs, self.policy.heat_rounds, self.policy.heat_replays)
+        rounds, replays = self.policy.heat_rounds, self.policy.heat_replays
+        return self._interleaved(problem, batch, lengths, tokens, configs, rounds, replays)
 
     def race(
-        self, problem: dict[str, Any], batch: int, lengths: Sequence[float], configs: list[dict[str, Any]]
+        self,
+        problem: dict[str, Any],
+        batch: int,
+        lengths: Sequence[float],
+        configs: list[dict[str, Any]],
+        tokens: Sequence[float] | None = None,
     ) -> list[dict[str, Any]]:
         """Interleaved rounds over several configs: which one wins."""
-        return self._interleaved(problem, batch, lengths, configs, self.policy.race_rounds, self.policy.race_replays)
+        rounds, replays = self.policy.race_rounds, self.policy.race_replays
+        return self._interleaved(problem, batch, lengths, tokens, configs, rounds, replays)
 
     def _interleaved(
         self,
         problem: dict[str, Any],
         batch: int,
         lengths: Sequence[float],
+        tokens: Sequence[float] | None,
         configs: list[dict[str, Any]],
         rounds: int,
         replays: int,
     ) -> list[dict[str, Any]]:
         p = Problem.from_json(problem)
         with self._guard():
-            cell = self._cell_of(p, batch, lengths)
+            cell = self._cell_of(p, batch, lengths, tokens)
             field = []
             for data in configs:
                 kernel = self._kernel(p, TileConfig.from_json(data))
@@ -131,27 +150,36 @@ class DeviceRunner:
             samples = interleave(field, rounds, replays)
             return [summary(s) | self._facts(cell, t) for s, t in zip(samples, field, strict=True)]
 
-    def floor(self, problem: dict[str, Any], batch: int, lengths: Sequence[float], read_gbs: float) -> dict[str, Any]:
+    def floor(
+        self,
+        problem: dict[str, Any],
+        batch: int,
+        lengths: Sequence[float],
+        read_gbs: float,
+        tokens: Sequence[float] | None = None,
+    ) -> dict[str, Any]:
         """The floor of one cell: the fastest floor kernel, plus the bytes that it does not move at `read_gbs`."""
         p = Problem.from_json(problem)
         with self._guard():
-            cell = self._cell_of(p, batch, lengths)
+            cell = self._cell_of(p, batch, lengths, tokens)
             found = []
             for config in floor_kernel.configs(p, self.target.shared_per_block):
-                timed = capture(self._floor_run(p, config), cell, self.policy, writes_outputs=False)
+                timed = capture(self._floor_run(cell, config), cell, self.policy, writes_outputs=False)
                 timed.sample(self.policy.warmups)
                 found.append(summary(timed.sample(self.policy.replays)) | {"heads_per_cta": config.heads_per_cta})
             fastest = min(found, key=lambda f: f["time_us"])
             others_us = self._beyond_floor_us(cell, read_gbs)
             return fastest | {"kernel_us": fastest["time_us"], "time_us": fastest["time_us"] + others_us}
 
-    def peers(self, problem: dict[str, Any], batch: int, lengths: Sequence[float]) -> list[dict[str, Any]]:
+    def peers(
+        self, problem: dict[str, Any], batch: int, lengths: Sequence[float], tokens: Sequence[float] | None = None
+    ) -> list[dict[str, Any]]:
         """Every variant of every installed peer on one cell; one that fails is reported with its reason."""
         from . import peers
 
         p = Problem.from_json(problem)
         with self._guard():
-            cell = self._cell_of(p, batch, lengths)
+            cell = self._cell_of(p, batch, lengths, tokens)
             return self._time_variants(cell, peers.variants(p, batch, self.device))
 
     def _time_variants(self, cell: Cell, variants: Iterable[Variant]) -> list[dict[str, Any]]:
@@ -182,9 +210,9 @@ class DeviceRunner:
 
         return compiler.get(problem, config, self.target)
 
-    def _floor_run(self, problem: Problem, config: floor_kernel.FloorConfig) -> Callable[[calls.Call], None]:
-        kernel = self._floor_kernel(problem, config)
-        return lambda call: kernel(call.state, call.prev_num_accepted_tokens, call.state_batch_indices)
+    def _floor_run(self, cell: Cell, config: floor_kernel.FloorConfig) -> Callable[[calls.Call], None]:
+        kernel = self._floor_kernel(cell.problem, config)
+        return lambda call: kernel(call.state, cell.flushing, call.state_batch_indices)
 
     def _beyond_floor_us(self, cell: Cell, read_gbs: float) -> float:
         """Microseconds of the bytes that the floor kernel does not move."""
@@ -197,12 +225,14 @@ class DeviceRunner:
             self._floors[problem, config] = floor_kernel.compile_floor(problem, config, self.target.arch)
         return self._floors[problem, config]
 
-    def _cell_of(self, problem: Problem, batch: int, lengths: Sequence[float]) -> Cell:
-        key = (problem, batch, tuple(lengths))
+    def _cell_of(
+        self, problem: Problem, batch: int, lengths: Sequence[float], tokens: Sequence[float] | None = None
+    ) -> Cell:
+        key = (problem, batch, tuple(lengths), None if tokens is None else tuple(tokens))
         if self._cell is None or self._cell[0] != key:
             self._cell = None  # free the old one first
             torch.cuda.empty_cache()
-            mix = acceptance.stationary(lengths, problem.window)
+            mix = acceptance.stationary(lengths, problem.window, tokens)
             l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
             free = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
             sets = slot_sets(problem, batch, mix, self.policy, l2=l2, free=free)

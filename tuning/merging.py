@@ -52,10 +52,14 @@ def merge(old: Results, new: Results) -> tuple[Results, int]:
 
 def _label(was: str, now: str, theirs: Any, ours: Any) -> str:
     """The label of a kept cell: today's, with its acceptance where that is another one."""
-    if was not in theirs or now not in ours or theirs[was]["lengths"] == ours[now]["lengths"]:
+    if was not in theirs or now not in ours or _load(theirs[was]) == _load(ours[now]):
         return now
     suffix = f" ({theirs[was]['name']}, mean {theirs[was]['mean']:.2f})"
     return was if was.endswith(suffix) else now + suffix
+
+
+def _load(entry: Any) -> tuple[Any, Any]:
+    return entry["lengths"], entry.get("tokens")
 
 
 def _spent(old: Results, new: Results, acceptance: Any) -> Results:

@@ -7,6 +7,7 @@ is fastest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
@@ -43,7 +44,7 @@ def measured(results: Results) -> pd.DataFrame:
             times = {c["label"]: c["time_us"] for c in entry["configs"]}
             if winner is None or winner.config.label() not in times:
                 continue
-            mix = stationary(entry["lengths"], cell.problem.window)
+            mix = stationary(entry["lengths"], cell.problem.window, _tokens(results, cell))
             rows.append(_row(cell, entry["name"], mix, winner.config.label(), times))
     return pd.DataFrame(rows, columns=[*COLUMNS, "over_best"])
 
@@ -62,16 +63,23 @@ def modelled(results: Results) -> pd.DataFrame:
         lengths = results.manifest.acceptance.get(cell.label, {}).get("lengths")
         if lengths is None or cell.problem.tokens == 1:
             continue
-        own = _times(cell, target, stationary(lengths, cell.problem.window))
+        tokens = _tokens(results, cell)
+        own = _times(cell, target, stationary(lengths, cell.problem.window, tokens))
         if len(own) < 2:
             continue
         pick = min(own, key=lambda c: own[c])
         for name, theirs in others(cell.problem.tokens).items():
-            mix = stationary(theirs, cell.problem.window)
+            mix = stationary(theirs, cell.problem.window, tokens)
             times = {c.label(): t for c, t in _times(cell, target, mix).items()}
             if pick.label() in times:
                 rows.append(_row(cell, name, mix, pick.label(), times))
     return pd.DataFrame(rows, columns=[*COLUMNS, "over_best"])
+
+
+def _tokens(results: Results, cell: CellResult) -> Sequence[float] | None:
+    """P(a row has 1..T new tokens) of a cell of ragged rows."""
+    found: Sequence[float] | None = results.manifest.acceptance.get(cell.label, {}).get("tokens")
+    return found
 
 
 def _times(cell: CellResult, target: Target, mix: Mix) -> dict[TileConfig, float]:

@@ -55,7 +55,7 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
                 if (workload.problem, c) in compiled
             )
             mix = workload.mix
-            moved = cost.traffic(workload.problem, batch, flush=mix.flush, mean_live=mix.mean_live)
+            moved = cost.of_mix(workload.problem, batch, mix)
             cells.append(
                 CellResult(
                     label=workload.label,

@@ -86,7 +86,7 @@ def _checkpointing(problem: Problem, batch: int, device: torch.device) -> Iterat
 
     def bind(**choice: Any) -> Callable[[calls.Call], Callable[[], object]]:
         def bound(call: calls.Call) -> Callable[[], object]:
-            rows = call.x.shape[0]
+            rows = call.batch
             extra = {k: v[:rows] for k, v in scratch.items()} if choice.get("algorithm") != "monolith" else {}
             return functools.partial(checkpointing_ssu, **call.kwargs(), enable_pdl=problem.pdl, **extra, **choice)
 
@@ -136,7 +136,7 @@ def refined(problem: Problem, batch: int, device: torch.device, choice: Mapping[
                 heads_per_group=problem.heads_per_group,
                 optional_tensor_presence=(),
             )
-            c, rows = call, call.x.shape[0]
+            c, rows = call, call.batch
             inputs: list[Any] = [c.state, c.x, c.dt, c.A, c.B, c.C, c.out, c.x_cache, c.B_cache, c.dt_cache]
             inputs += [
                 c.ring_start,

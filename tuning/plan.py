@@ -21,9 +21,9 @@ REALISTIC = "mixed-batch"  # lengths that were published (its CSV says where): a
 _PROBLEM_FIELDS = {f.name for f in dataclasses.fields(Problem)}
 _TOP = {
     *("name", "title", "source", "targets", "batches", "budget", "budget_per_workload", "tp"),
-    *("problem", "acceptance", "workload"),
+    *("problem", "acceptance", "rows", "workload"),
 }
-_WORKLOAD = {"label", "acceptance"} | _PROBLEM_FIELDS
+_WORKLOAD = {"label", "acceptance", "rows"} | _PROBLEM_FIELDS
 _ONE_TOKEN = Acceptance("one-token", "T = 1 keeps the guaranteed token alone.", shares=(1.0,))
 
 
@@ -33,11 +33,18 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One problem of a plan, and the acceptance lengths it is served with."""
+    """One problem of a plan, and the load it is served with.
+
+    Attributes:
+        label: of the plan.
+        acceptance: lengths that are accepted of a row's new tokens.
+        rows: of ragged rows, how many new tokens a row has (no acceptance, but a distribution over 1..T all the same).
+    """
 
     label: str
     problem: Problem
     acceptance: Acceptance
+    rows: Acceptance | None = None
 
     @property
     def lengths(self) -> tuple[float, ...]:
@@ -47,7 +54,18 @@ class Workload:
     @property
     def mix(self) -> Mix:
         """The stationary mix of its rows."""
-        return stationary(self.lengths, self.problem.window)
+        return stationary(self.lengths, self.problem.window, self.tokens)
+
+    @property
+    def tokens(self) -> tuple[float, ...] | None:
+        """P(a row has 1..T new tokens) of ragged rows; None where all have T."""
+        return None if self.rows is None else self.rows.lengths(self.problem.tokens)
+
+    @property
+    def load(self) -> dict[str, list[float]]:
+        """What a job needs to know of the load: lengths, and of ragged rows tokens."""
+        shares = {"lengths": self.lengths, "tokens": self.tokens}
+        return {name: [round(s, 9) for s in values] for name, values in shares.items() if values is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +178,11 @@ def _build(
     if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
         raise PlanError(f"{path}: acceptance: expected sections such as [acceptance.uniform]")
     known = {name: _acceptance(name, entry, path) for name, entry in table.items()}
+    of_rows = data.get("rows", {})
+    if not isinstance(of_rows, dict) or not all(isinstance(v, dict) for v in of_rows.values()):
+        raise PlanError(f"{path}: rows: expected sections such as [rows.short]")
+    known_rows = {name: _acceptance(name, entry, path, "rows") for name, entry in of_rows.items()}
+    known_rows.setdefault("uniform", Acceptance("uniform", "Assumed: 1 to T equally likely.", uniform=True))
     known.setdefault("uniform", Acceptance("uniform", "Assumed: every length equally likely.", uniform=True))
     known.setdefault(REALISTIC, _acceptance(REALISTIC, {"histogram_file": f"{REALISTIC}.csv"}, SHIPPED / path.name))
     covered = len(known[REALISTIC].shares or ())
@@ -186,11 +209,12 @@ def _build(
         if chosen not in known:
             raise PlanError(f"{path}: {where}: acceptance {chosen!r} is unknown; known: {', '.join(sorted(known))}")
         distribution = _ONE_TOKEN if whole.tokens == 1 else known[chosen]
+        rows = _rows(f"{path}: {where}", entry.get("rows"), whole, known_rows)
         for size in sizes:
             workload = Workload(
-                label if size == 1 else f"{label}, TP {size}", tensor_parallel(whole, size), distribution
+                label if size == 1 else f"{label}, TP {size}", tensor_parallel(whole, size), distribution, rows
             )
-            workload.lengths  # noqa: B018  a mean outside 1..T is found now, not after compiling
+            workload.mix  # noqa: B018  a mean outside 1..T is found now, not after compiling
             if any(w.problem == workload.problem for w in workloads):
                 raise PlanError(f"{path}: {where}: {workload.problem.label()} is named twice")
             workloads.append(workload)
@@ -211,6 +235,17 @@ def _build(
         workloads=kept,
         tp=sizes,
     )
+
+
+def _rows(where: str, name: Any, problem: Problem, known: dict[str, Acceptance]) -> Acceptance | None:
+    """How many new tokens rows of a workload have, by the name in the plan; None where all have T."""
+    if not problem.ragged:
+        if name is not None:
+            raise PlanError(f"{where}: rows: got {name!r} with ragged = false, expected ragged = true, or no rows")
+        return None
+    if (name or "uniform") not in known:
+        raise PlanError(f"{where}: rows {name!r} is unknown; known: {', '.join(sorted(known))}")
+    return known[name or "uniform"]
 
 
 def _budget(data: dict[str, Any]) -> tuple[str, float]:
@@ -236,18 +271,18 @@ def _ints(key: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(value))
 
 
-def _acceptance(name: str, entry: dict[str, Any], path: Path) -> Acceptance:
-    _known(f"acceptance.{name}", entry, {"source", "mean", "histogram", "histogram_file", "uniform"})
+def _acceptance(name: str, entry: dict[str, Any], path: Path, section: str = "acceptance") -> Acceptance:
+    _known(f"{section}.{name}", entry, {"source", "mean", "histogram", "histogram_file", "uniform"})
     shares: Any = entry.get("histogram")
     source = str(entry.get("source", ""))
     if shares is not None and not (isinstance(shares, list) and all(isinstance(s, int | float) for s in shares)):
-        raise ValueError(f"acceptance.{name}: histogram: got {shares!r}, expected a list of numbers")
+        raise ValueError(f"{section}.{name}: histogram: got {shares!r}, expected a list of numbers")
     if "histogram_file" in entry:
         file = path.parent / str(entry["histogram_file"])
         if not file.is_file():
-            raise ValueError(f"acceptance.{name}: histogram_file: no file {file}")
+            raise ValueError(f"{section}.{name}: histogram_file: no file {file}")
         if shares is not None:
-            raise ValueError(f"acceptance.{name}: got histogram and histogram_file, expected one of them")
+            raise ValueError(f"{section}.{name}: got histogram and histogram_file, expected one of them")
         shares = read_histogram(file)
         source = source or _comments(file)
     return Acceptance(

@@ -78,7 +78,7 @@ def frame(results: Results) -> pd.DataFrame:
 def _kept_within(cell: CellResult, winner: Candidate, margin: float) -> str:
     """Says so where the default won although another config is a little faster; empty elsewhere."""
     faster = (cell.timed[0].time_us or 0.0) < (winner.time_us or 0.0) and winner.config == cell.default
-    return f"lead under {margin:.0%}" if faster else ""
+    return f"lead under {100 * margin:g}%" if faster else ""
 
 
 def peers_of(table: pd.DataFrame) -> list[str]:
@@ -371,7 +371,9 @@ def _configs(results: Results) -> tuple[Figure, pd.DataFrame]:
     for _, part in parts:
         grid = part.pivot(index="config", columns="batch", values="slowdown")
         order = grid.fillna(9.0).mean(axis=1).sort_values().index
-        grids.append(grid.loc[order][:_MAP_ROWS])
+        fastest = set(grid.idxmin())  # of each batch, whatever it is elsewhere
+        shown = {*fastest, *[c for c in order if c not in fastest][: max(0, _MAP_ROWS - len(fastest))]}
+        grids.append(grid.loc[[c for c in order if c in shown]])
     figure, axes = _panels(
         results,
         [f"{label} · best {len(grid)}" for (label, _), grid in zip(parts, grids, strict=True)],

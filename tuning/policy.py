@@ -23,6 +23,7 @@ class Policy:
         screen_replays, screen_warmups: the same of a candidate's first timing; a cell's first one warms up in full.
         screen_graph_us: a first timing's graph is filled up to about this time.
         prune: configs that the cost model puts beyond so many times the fastest of the cell are not timed; 0 times all.
+            Of 20 cells measured on an H200 it put every winner within 1.16.
         heat_field: so many of the fastest, by their first timing, run in the heat.
         heat_rounds: interleaved rounds of the heat, `heat_replays` replays each.
         l2_factor: a rotation touches at least this many times the L2.
@@ -33,7 +34,8 @@ class Policy:
         race_field: so many race at most, the default among them.
         race_within: and only configs this close to the fastest of the heat.
         race_rounds: interleaved rounds of the race, `race_replays` replays each.
-        margin: the default is kept unless the fastest beats it by this share.
+        margin: the default is kept unless the fastest beats it by this share. Ratios of two configs of a cell differed
+            by about 0.2% from heat to race in a sweep on an H200.
         seed: of every random choice.
     """
 
@@ -42,7 +44,7 @@ class Policy:
     screen_replays: int = 3
     screen_warmups: int = 2
     screen_graph_us: float = 1000.0
-    prune: float = 1.5
+    prune: float = 1.3
     heat_field: int = 24
     heat_rounds: int = 2
     heat_replays: int = 2
@@ -55,7 +57,7 @@ class Policy:
     race_within: float = 0.05
     race_rounds: int = 7
     race_replays: int = 3
-    margin: float = 0.02
+    margin: float = 0.005
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:

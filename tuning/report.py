@@ -118,7 +118,19 @@ def _head(loaded: list[tuple[Path, Results]]) -> list[Block]:
         }
         for _, r in loaded
     ]
-    return [*blocks, Block("table", table=pd.DataFrame(rows)), Block("p", "Labels:"), Block("list", items=LEGEND)]
+    legend = [Block("p", "Labels:"), Block("list", items=LEGEND)]
+    return [blocks[0], *_lost(loaded), *blocks[1:], Block("table", table=pd.DataFrame(rows)), *legend]
+
+
+def _lost(loaded: list[tuple[Path, Results]]) -> list[Block]:
+    """Where a peer is faster: what a page begins with."""
+    found = []
+    for _, results in loaded:
+        table = frame(results)
+        if losses := [] if table.empty else _losses(table):
+            where = f"A PEER IS FASTER in {len(losses)} cell(s) on {results.manifest.gpu_name}"
+            found.append(Block("p", f"**{where}:** {'; '.join(losses)}."))
+    return found
 
 
 def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
@@ -131,8 +143,6 @@ def _section(file: Path, results: Results, errors: list[str]) -> list[Block]:
     if table.empty:
         return [*blocks, Block("p", "No candidate survived in any cell."), Block("list", items=results.notes)]
     blocks.append(Block("p", _verdict(results, table)))
-    if losses := _losses(table):
-        blocks.append(Block("p", f"**A PEER IS FASTER in {len(losses)} cell(s):** " + "; ".join(losses) + "."))
     blocks.append(Block("table", table=_headline(table)))
     for image_kind, drawn in draw_all(results, folder / "plots", stem).items():
         blocks.append(Block("image", _CAPTIONS[image_kind], image=drawn))
@@ -233,7 +243,7 @@ def _verdict(results: Results, table: pd.DataFrame) -> str:
     gain = table["speedup_over_default"].dropna()
     text = f"{_tried(results)}; {changed} of {len(table)} cells choose another config than the default"
     if kept := int((table["default_kept"] != "").sum()):
-        text += f"; in {kept} the default is kept though another is faster: its lead is under {results.margin:.0%}"
+        text += f"; in {kept} the default is kept though another is faster: its lead is under {100 * results.margin:g}%"
     if not gain.empty:
         text += f"; over all cells {_mean(gain):.3f}x the default's speed (geometric mean), {gain.max():.2f}x at most"
     for peer in peers_of(table):
@@ -326,16 +336,24 @@ def _method(results: Results, table: pd.DataFrame) -> list[str]:
             "times from the cost model (bytes, occupancy, bytes in flight, waves and tail, a fixed latency)."
         )
     lines.append(f"Read limit {results.read_gbs:,.0f} GB/s: {results.read_gbs_method}.")
-    lines.append(f"The default config stays unless it is beaten by {results.margin:.0%}.")
+    lines.append(f"The default config stays unless it is beaten by {100 * results.margin:g}%.")
     for label, a in m.acceptance.items():
         shares = ", ".join(f"{100 * s:.1f}" for s in a["lengths"])
         lines.append(
             f"{label} ({a['problem']}): acceptance '{a['name']}', lengths 1..{len(a['lengths'])} at {shares}%, mean "
-            f"{a['mean']:.2f}; {a['flush']:.1%} of rows flush. {a['source']}"
+            f"{a['mean']:.2f}; {a['flush']:.1%} of rows flush. {a['source']}{_ragged(a)}"
         )
     versions = ", ".join(f"{k} {v}" for k, v in m.versions.items())
     lines.append(f"Versions: {versions}{f'; driver {m.driver}' if m.driver else ''}.")
     return lines
+
+
+def _ragged(a: Mapping[str, Any]) -> str:
+    """What is said of a workload's ragged rows."""
+    if "tokens" not in a:
+        return ""
+    shares = ", ".join(f"{100 * s:.1f}" for s in a["tokens"])
+    return f" Ragged rows '{a['rows']}': 1..{len(a['tokens'])} new tokens at {shares}%. {a['rows_source']}"
 
 
 def _rounds(policy: Mapping[str, Any]) -> str:

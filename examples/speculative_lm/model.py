@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: V tokens, width D, heads H of P, state N, conv over K tokens."""
+    """Sizes of a model: V tokens, width D, heads H of P in G groups, state N, conv over K tokens."""
 
     vocabulary: int = 128
     width: int = 64
@@ -24,6 +24,7 @@ class Shape:
     head_dim: int = 64
     d_state: int = 64
     conv: int = 4
+    groups: int = 1
 
     @property
     def inner(self) -> int:
@@ -32,8 +33,8 @@ class Shape:
 
     @property
     def mixed(self) -> int:
-        """Channels of the conv: x, B and C of one group."""
-        return self.inner + 2 * self.d_state
+        """Channels of the conv: x, and B and C of every group."""
+        return self.inner + 2 * self.groups * self.d_state
 
 
 class Block(nn.Module):
@@ -59,12 +60,14 @@ class Block(nn.Module):
         return z, mixed, dt
 
     def convolve(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(b, K - 1 + T, mixed), the K - 1 tokens before the window first -> x (b, T, H, P), B and C (b, T, 1, N)."""
+        """(b, K - 1 + T, mixed), the K - 1 tokens before the window first -> x (b, T, H, P), B and C (b, T, G, N)."""
         s = self.shape
         tokens = mixed.shape[1] - (s.conv - 1)
         out = sum((mixed[:, k : k + tokens] * self.conv_weight[:, k] for k in range(s.conv)), self.conv_bias)
-        x, B, C = F.silu(out).split([s.inner, s.d_state, s.d_state], dim=-1)
-        return x.unflatten(-1, (s.heads, s.head_dim)), B.unsqueeze(2), C.unsqueeze(2)
+        shared = s.groups * s.d_state
+        x, B, C = F.silu(out).split([s.inner, shared, shared], dim=-1)
+        B, C = (t.unflatten(-1, (s.groups, s.d_state)) for t in (B, C))
+        return x.unflatten(-1, (s.heads, s.head_dim)), B, C
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """(b, T, H, P) and the gates -> (b, T, D)."""
@@ -73,21 +76,24 @@ class Block(nn.Module):
     def sequence(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A whole sequence from an empty state: outputs, final states (b, H, P, N), and the conv's last K - 1 inputs.
 
-        y_t = sum over s <= t of exp(sum of A dt over s < i <= t) dt_s (B_s·C_t) x_s + D x_t, as one masked product.
+        y_t = sum over s <= t of exp(sum of A dt over s < i <= t) dt_s (B_s·C_t) x_s + D x_t, as one masked product, in
+        f32 or wider, as is the state.
         """
-        s = self.shape
+        s, wide = self.shape, torch.promote_types(h.dtype, torch.float32)
         z, mixed, dt = self.project(h)
         mixed = F.pad(mixed, (0, 0, s.conv - 1, 0))
-        x, B, C = self.convolve(mixed)
-        dt = F.softplus(dt + self.dt_bias)  # (b, T, H)
-        log_decay = (-torch.exp(self.A_log) * dt).cumsum(1).transpose(1, 2)  # (b, H, T)
+        x, B, C = (t.to(wide) for t in self.convolve(mixed))
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # (b, T, H)
+        log_decay = (-torch.exp(self.A_log.to(wide)) * dt).cumsum(1).transpose(1, 2)  # (b, H, T)
         between = log_decay[..., :, None] - log_decay[..., None, :]
         between = between.masked_fill(~torch.ones(h.shape[1], h.shape[1], device=h.device).tril().bool(), -torch.inf)
-        scores = torch.exp(between) * (C.squeeze(2) @ B.squeeze(2).mT)[:, None] * dt.transpose(1, 2)[..., None, :]
-        y = torch.einsum("bhts,bshp->bthp", scores, x) + self.D[:, None] * x
+        together = torch.einsum("btgn,bsgn->bgts", C, B).repeat_interleave(s.heads // s.groups, dim=1)
+        scores = torch.exp(between) * together * dt.transpose(1, 2)[..., None, :]
+        y = torch.einsum("bhts,bshp->bthp", scores, x) + self.D.to(wide)[:, None] * x
         last = torch.exp(between[..., -1, :]) * dt.transpose(1, 2)  # (b, H, T)
-        state = torch.einsum("bht,bthp,btn->bhpn", last, x, B.squeeze(2))
-        return self.finish(y, z), state, mixed[:, mixed.shape[1] - (s.conv - 1) :]
+        weighted = (last.transpose(1, 2)[..., None] * x).unflatten(2, (s.groups, -1))  # (b, T, G, H / G, P)
+        state = torch.einsum("btghp,btgn->bghpn", weighted, B).flatten(1, 2)
+        return self.finish(y.to(h.dtype), z), state, mixed[:, mixed.shape[1] - (s.conv - 1) :]
 
 
 class Model(nn.Module):

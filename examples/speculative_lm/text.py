@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pydoc_data.topics
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def prompts(data: torch.Tensor, count: int, length: int, seed: int = 0) -> torch
 def train(model: Model, seconds: float, say: Callable[[str], None] = print) -> float:
     """Train on the corpus for a while; gives the last loss, nats a token."""
     data, device = corpus(), model.embedding.weight.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 * math.sqrt(64 / model.shape.width))
     start, step, loss = time.perf_counter(), 0, torch.tensor(float("nan"))
     while (elapsed := time.perf_counter() - start) < seconds:
         batch = prompts(data, 16, 97, seed=step).to(device)

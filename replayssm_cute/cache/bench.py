@@ -72,16 +72,27 @@ def cursors(slots: int = 1024) -> None:
 
 
 def plain_copy_us(nbytes: int) -> float:
-    """Time of a device-to-device copy of contiguous bytes."""
+    """Time of a device-to-device copy of contiguous bytes, in a graph or launched alone, whichever is faster.
+
+    The driver copies in other ways in a graph, which on an H200 are much slower.
+    """
     left = torch.empty(nbytes // 4, dtype=torch.float32, device="cuda")
     right = torch.empty_like(left)
-    return elapsed_us(partial(right.copy_, left))
+    alone = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        right.copy_(left)
+        end.record()
+        end.synchronize()
+        alone.append(1000 * begin.elapsed_time(end))
+    return min(elapsed_us(partial(right.copy_, left)), statistics.median(alone))
 
 
-def moves(state_dtype: str, layers: int, batch: int, *, cuts: bool) -> None:
+def moves(state_dtype: str, layers: int, batch: int, window: int, *, cuts: bool) -> None:
     """Materialize, copy and reset of `batch` slots of `layers` layers of a 128-head model, beside a plain copy."""
-    spec = CacheSpec(layers=layers, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16,
-                     state_dtype=state_dtype)  # fmt: skip
+    spec = CacheSpec(layers=layers, heads=128, head_dim=64, d_state=128, groups=8, tokens=min(4, window),
+                     window=window, state_dtype=state_dtype)  # fmt: skip
     A = [-torch.linspace(1, 16, 128)] * layers
     cache = ReplayCache.allocate(spec, 2 * batch, "cuda", A=A)
     for layer in cache.layers:
@@ -92,7 +103,7 @@ def moves(state_dtype: str, layers: int, batch: int, *, cuts: bool) -> None:
     src, dst = order[:batch].contiguous(), order[batch:].contiguous()
     state_bytes = layers * batch * cache.layers[0].state[0].numel() * cache.layers[0].state.element_size()
     plain = 2 * state_bytes / plain_copy_us(state_bytes) / 1000
-    print(f"{state_dtype} state, {batch} slots x {layers} layers, {state_bytes / 1e9:.2f} GB of states; "
+    print(f"{state_dtype} state, W {window}, {batch} slots x {layers} layers, {state_bytes / 1e9:.2f} GB of states; "
           f"plain copy {plain:.0f} GB/s")  # fmt: skip
 
     def report(what: str, us: float, nbytes: int) -> None:
@@ -104,12 +115,12 @@ def moves(state_dtype: str, layers: int, batch: int, *, cuts: bool) -> None:
     geometry = ops._fold.shape.spec
 
     def materialized(count: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        cache.pnat.fill_(16)  # a materialize empties destinations' rings, and here slots take turns
+        cache.pnat.fill_(window)  # a materialize empties destinations' rings, and here slots take turns
         cache.materialize(sources, destinations, count)
 
-    fill = elapsed_us(partial(cache.pnat.fill_, 16))
+    fill = elapsed_us(partial(cache.pnat.fill_, window))
     per_row = layers * batch * (128 * (64 * 2 + 4) + 8 * 128 * 2)  # bytes of a ring row of every slot
-    for folds in (0, 4, 16):
+    for folds in sorted({0, min(4, window), window}):
         count = torch.full((batch,), folds, dtype=torch.int32, device="cuda")
         us = elapsed_us(partial(materialized, count, src, dst)) - fill
         report(f"materialize {folds} rows", us, 2 * state_bytes + folds * per_row)
@@ -150,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m replayssm_cute.cache.bench", description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--window", type=int, default=16, help="W of the caches whose slots are moved")
+    parser.add_argument("--moves-only", action="store_true", help="time materialize, copy and reset, and nothing else")
     parser.add_argument("--cuts", action="store_true", help="also time other shapes of the folding kernel")
     parser.add_argument("--warmup-only", action="store_true", help="time a warmup in this process, and nothing else")
     args = parser.parse_args(argv)
@@ -160,13 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm_up(args.layers)
         return 0
     print(torch.cuda.get_device_name())
-    for what in ("as the disk cache is", "again, from a warm disk cache"):
+    for what in () if args.moves_only else ("as the disk cache is", "again, from a warm disk cache"):
         print(f"warmup in a process of its own, {what}:", flush=True)
         command = [sys.executable, "-m", "replayssm_cute.cache.bench", "--warmup-only", "--layers", str(args.layers)]
         subprocess.run(command, check=True)
-    cursors()
+    if not args.moves_only:
+        cursors()
     for state_dtype in ("f32", "bf16"):
-        moves(state_dtype, args.layers, args.batch, cuts=args.cuts)
+        moves(state_dtype, args.layers, args.batch, args.window, cuts=args.cuts)
         torch.cuda.empty_cache()
     return 0
 

@@ -114,10 +114,10 @@ class LogicalState:
         """
         if not isinstance(data, Mapping):
             raise TypeError(f"logical state: got {type(data).__name__}, expected a dict")
-        if data.get("format") != FORMAT:
-            raise ValueError(f"logical state: format: got {data.get('format')!r}, expected {FORMAT!r}")
-        if data.get("version") != SCHEMA_VERSION:
-            raise ValueError(f"logical state: version: got {data.get('version')!r}, expected {SCHEMA_VERSION}")
+        if not isinstance(kind := data.get("format"), str) or kind != FORMAT:
+            raise ValueError(f"logical state: format: got {kind!r}, expected {FORMAT!r}")
+        if not _is_int(version := data.get("version")) or version != SCHEMA_VERSION:
+            raise ValueError(f"logical state: version: got {version!r}, expected {SCHEMA_VERSION}")
         header = [f.name for f in dataclasses.fields(CacheSpec)]
         known = {"format", "version", "checksum", *header, *_TENSORS}
         if missing := sorted(known - set(data)):
@@ -130,9 +130,14 @@ class LogicalState:
             raise ValueError(f"logical state: header: {error}") from None
         result = cls(spec, *(data[name] for name in _TENSORS))
         result.check()
-        if (found := _checksum(data)) != data["checksum"]:
-            raise ValueError(f"logical state: checksum: content has {found}, expected {data['checksum']!r} (damaged)")
+        found, told = _checksum(data), data["checksum"]
+        if not _is_int(told) or found != told:
+            raise ValueError(f"logical state: checksum: content has {found}, expected {told!r} (damaged)")
         return result
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _checksum(data: Mapping[str, Any]) -> int:

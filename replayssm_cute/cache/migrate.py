@@ -67,7 +67,7 @@ def enter(
     # Rows of a slot move down by what is folded; rows beyond the kept ones are dead, whatever is in them.
     row = (folded[:, None] + torch.arange(min(most, spec.window))).clamp(max=max(most - 1, 0))
     for i, layer in enumerate(layers):
-        source = LayerTensors(logical.state[i], logical.x[i], logical.B[i], logical.dt[i])
+        source = LayerTensors(*(t[i].detach() for t in (logical.state, logical.x, logical.B, logical.dt)))
         state = source.state.to(dtypes.TORCH[spec.state_dtype])
         if int(folded.max()):
             # In float64 and rounded once, so that moving a state costs no more than the flush that it anticipates.

@@ -161,7 +161,7 @@ class ReplayCache:
                 f"A: got shape {tuple(A.shape)}, expected {(spec.heads,)} or "
                 f"{(spec.heads, spec.head_dim, spec.d_state)}"
             )
-        self.A[layer].copy_(A)
+        self.A[layer].copy_(A.detach())  # a parameter must not make the cache part of its graph
         self._decays.add(layer)
 
     @property

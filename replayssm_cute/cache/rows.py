@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,8 @@ def as_counts(name: str, counts: Slots, device: torch.device, batch: int) -> tor
 
 def _vector(name: str, value: Slots, device: torch.device, batch: int | None, what: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Iterable):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected ints or a tensor of {what}")
         ints = list(value)
         if bad := [v for v in ints if not isinstance(v, int) or isinstance(v, bool)]:
             raise TypeError(f"{name}: got {bad[0]!r}, expected ints or a tensor of {what}")

@@ -35,10 +35,16 @@ class FoldShape:
 
     @classmethod
     def of(cls, spec: CacheSpec) -> FoldShape:
-        """The shape that serves a cache: the most bytes in flight that no register has to be spilled for."""
-        if spec.state_dtype == "f32":
-            return cls.cut(spec, threads=128, accumulators=64, ctas_per_sm=4)
-        return cls.cut(spec, threads=128, accumulators=40, ctas_per_sm=5)
+        """The shape that serves a cache: the most bytes in flight that no register has to be spilled for.
+
+        On their way to shared memory a thread's share of the ring's rows is in registers, beside its part of the tile:
+        windows of more than 32 rows leave room for fewer CTAs.
+        """
+        long = spec.window > 32
+        if spec.state_dtype != "f32":
+            return cls.cut(spec, threads=128, accumulators=40, ctas_per_sm=4 if long else 5)
+        ctas = 4 if not long else 3 if spec.d_state < 256 else 2
+        return cls.cut(spec, threads=128, accumulators=64, ctas_per_sm=ctas)
 
     @classmethod
     def cut(cls, spec: CacheSpec, *, threads: int, accumulators: int, ctas_per_sm: int) -> FoldShape:

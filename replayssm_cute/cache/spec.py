@@ -122,6 +122,29 @@ class CacheSpec:
         """Bytes of the one buffer that `ReplayCache.allocate` makes for `slots` slots."""
         return self.fixed_bytes() + slots * self.bytes_per_slot()
 
+    def pool_bytes(self, slots: int, slot_stride: int | None = None) -> int:
+        """Bytes that `slots` slots take where `ReplayCache.from_pool` makes the cache: pages, and what is beside them.
+
+        Args:
+            slots: how many.
+            slot_stride: bytes from a slot of a layer to the next that this layer pays for; default `page_bytes`. Where
+                layers share a page, each pays its share of it.
+
+        Raises:
+            ValueError: for a stride that is no multiple of 16 or less than `page_bytes`.
+            TypeError: for one that is no int.
+        """
+        _positive("slots", slots)
+        return self.fixed_bytes() + slots * self.pool_bytes_per_slot(slot_stride)
+
+    def pool_bytes_per_slot(self, slot_stride: int | None = None) -> int:
+        """What each slot more adds to `pool_bytes`; arguments and errors as there."""
+        stride = self.page_bytes if slot_stride is None else slot_stride
+        _aligned("slot_stride", stride)
+        if stride < self.page_bytes:
+            raise ValueError(f"slot_stride: got {stride} bytes, expected at least the {self.page_bytes} of a page")
+        return self.layers * stride + CURSOR_BYTES
+
     # -----------------------------------------------------------------------------------------------
     # Tensors
     # -----------------------------------------------------------------------------------------------
@@ -176,6 +199,7 @@ class CacheSpec:
 
         Raises:
             ValueError: for strides or offsets that are no multiples of 16, overlap, or exceed the stride.
+            TypeError: for strides or offsets that are no ints.
         """
         _positive("slots", slots)
         shapes = self.slot_shapes()
@@ -197,16 +221,20 @@ class CacheSpec:
         return tuple(specs)
 
 
-def slots_that_fit(free_bytes: int, *specs: CacheSpec) -> int:
+def slots_that_fit(free_bytes: int, *specs: CacheSpec, slot_stride: int | None = None) -> int:
     """The most slots that can be allocated for all the given cache groups together in `free_bytes` bytes.
 
     Exact: `sum(spec.total_bytes(n) for spec in specs)` is within `free_bytes` for the result n and not for n + 1. A
     null slot, where an engine keeps one, is among them. Each group is one allocation; a GPU allocator may round each
     up (torch's to 2 MiB), which the caller keeps back.
 
+    With `slot_stride` the slots are pages of an engine's pool, so many bytes apart in every layer (see
+    `ReplayCache.from_pool`), and `spec.pool_bytes(n, slot_stride)` takes the place of `total_bytes`.
+
     Raises:
-        ValueError: without any spec, or if `free_bytes` is negative.
-        TypeError: if `free_bytes` is no int.
+        ValueError: without any spec, if `free_bytes` is negative, or for a `slot_stride` that is no multiple of 16 or
+            less than a spec's `page_bytes`.
+        TypeError: if `free_bytes` or `slot_stride` is no int.
     """
     if not specs:
         raise ValueError("specs: got none, expected at least one CacheSpec")
@@ -215,7 +243,11 @@ def slots_that_fit(free_bytes: int, *specs: CacheSpec) -> int:
     if free_bytes < 0:
         raise ValueError(f"free_bytes: got {free_bytes}, expected at least 0")
     rest = free_bytes - sum(spec.fixed_bytes() for spec in specs)
-    return max(0, rest // sum(spec.bytes_per_slot() for spec in specs))
+    if slot_stride is None:
+        each = sum(spec.bytes_per_slot() for spec in specs)
+    else:
+        each = sum(spec.pool_bytes_per_slot(slot_stride) for spec in specs)
+    return max(0, rest // each)
 
 
 def _alignment(name: str) -> int:
@@ -232,5 +264,7 @@ def _positive(name: str, value: object) -> None:
 
 
 def _aligned(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int, bytes")
     if value < 0 or value % ROW_ALIGN:
         raise ValueError(f"{name}: got {value} bytes, expected a multiple of {ROW_ALIGN}")

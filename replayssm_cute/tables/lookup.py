@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ REACH = 4
 # The bucket at or above answers within so many times more work: a config that wins with more work does well with less,
 # while one that wins below may need one more wave of CTAs. Where the next bucket is further off, the nearest answers.
 UP = 2
+_KEPT = 4096  # answers for a problem, and problems with answers, that are remembered; a server sees some hundred
 # Batches that `candidates` asks the default rule about: all small ones, then a grid.
 _BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
 
@@ -63,6 +64,7 @@ class Tables:
     target: Target
     tables: tuple[tuple[str, Table], ...] = ()
     _exact: dict[Problem, list[tuple[list[int], list[Choice]]]] = field(init=False, repr=False, compare=False)
+    _answers: dict[Problem, dict[int, Choice]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Answer every cell's own problem in advance, so that an exact look-up is a dictionary and a bisection."""
@@ -118,6 +120,20 @@ class Tables:
 
     def choose(self, problem: Problem, batch: int) -> Choice:
         """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
+        return self._answers.get(problem, {}).get(batch) or self._remembered(problem, batch)[batch]
+
+    def _remembered(self, problem: Problem, batch: int) -> dict[int, Choice]:
+        """The answers for a problem by batch, that for `batch` among them."""
+        answers = self._answers.get(problem, {})
+        if batch not in answers:
+            if len(answers) >= _KEPT or len(self._answers) >= _KEPT:
+                answers = {}
+                self._answers.clear()
+            answers[batch] = self._found(problem, batch)
+            self._answers[problem] = answers
+        return answers
+
+    def _found(self, problem: Problem, batch: int) -> Choice:
         for buckets, choices in self._exact.get(problem, ()):
             at = _answering(buckets, batch)
             if at is not None and batch <= buckets[-1]:
@@ -220,9 +236,20 @@ def _valid(problem: Problem, target: Target, cells: Iterable[Cell]) -> Iterator[
 # The process's own tables
 # ---------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    """The last problem and target asked about, and the answers there."""
+
+    problem: Problem | None = None
+    target: Target | None = None
+    answers: Mapping[int, Choice] = field(default_factory=dict)
+
+
 _loaded: dict[Target, Tables] = {}
 _paths: tuple[Path | str, ...] | None = None
 _said: set[tuple[Problem, str, TileConfig]] = set()
+_recent = _Recent()
 _lock = threading.Lock()
 
 
@@ -236,9 +263,11 @@ def _of_process(target: Target) -> Tables:
 
 def forget() -> None:
     """Forget the tables that this process read, and what it said: the next call reads the files again."""
+    global _recent
     with _lock:
         _loaded.clear()
         _said.clear()
+        _recent = _Recent()
 
 
 def use(paths: Sequence[Path | str] | None) -> None:
@@ -259,7 +288,19 @@ def choose(problem: Problem, batch: int, target: Target) -> Choice:
 
     Each inexact answer is logged once per problem and config.
     """
-    choice = _of_process(target).choose(problem, batch)
+    recent = _recent
+    if recent.problem is problem and recent.target is target:  # objects that were hashed before are not hashed again
+        choice = recent.answers.get(batch)
+        if choice is not None:
+            return choice
+    return _choose(problem, batch, target)
+
+
+def _choose(problem: Problem, batch: int, target: Target) -> Choice:
+    global _recent
+    tables = _of_process(target)
+    answers = tables._remembered(problem, batch)
+    choice = answers[batch]
     if choice.source != "table":
         said = (problem, target.arch, choice.config)
         if said not in _said:
@@ -272,6 +313,9 @@ def choose(problem: Problem, batch: int, target: Target) -> Choice:
                 choice.config.label(),
                 choice.reason,
             )
+    with _lock:
+        if _loaded.get(target) is tables:  # not forgotten meanwhile
+            _recent = _Recent(problem, target, answers)
     return choice
 
 

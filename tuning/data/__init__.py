@@ -1,4 +1,5 @@
 """Constants of the cost model, and timings of an ad-hoc benchmark on one H200 in a journal's form, to fit them to.
 
-The benchmark's kernels are older than any sweep's ("earlier", then "before"), but it knows bf16 and batches 4 to 256.
+The benchmark's first lines are of kernels older than any sweep's ("earlier", then "before"), many configs of few cells,
+bf16 among them. Its last thirty are ours of the peers run in reports/h200, one config a cell: problems without a sweep.
 """
