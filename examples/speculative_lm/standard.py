@@ -150,7 +150,7 @@ class StandardDecoder(Decoder):
     def _begin(self, slots: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         index = slots.clamp(min=0).long()
         moved = self.started[index]
-        self.started[index] = 1
+        self.started.index_fill_(0, index, 1)  # an assignment would copy the 1 from the host, which a graph cannot
         return moved
 
     def _update(
