@@ -19,7 +19,7 @@ from replayssm_cute.fused import launches, proof, shapes
 from replayssm_cute.fused.problem import LayerCall, layer_problem
 from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.reference import decode_step_reference
-from replayssm_cute.fused.shapes import ConvShape, NormShape, StepConvShape
+from replayssm_cute.fused.shapes import ConvShape, NormShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
@@ -268,15 +268,13 @@ def test_real_kernels_take_these_arguments_as_far_as_the_missing_driver(index_dt
     found = [compiler._load(compiler.entry_of(LayerRecipe(s), where).path) for s in (
         shapes.conv_shape(problem, batch, chained=True, pdl=False), shapes.norm_shape(problem, chained=True)
     )]  # fmt: skip
-    made = launches.LayerPlan(problem, compiler.get(step, TileConfig(), where), *found)
-    shape = StepConvShape(step, TileConfig(), "bf16", problem.conv_bias_dtype)
-    one = compiler._load(compiler.entry_of(LayerRecipe(shape), where).path)
-    in_step = launches.LayerPlan(problem, one, None, found[1])
+    inner = plan.Plan(step, batch, None, None, compiler.get(step, TileConfig(), where))
+    made = launches.LayerPlan(problem, inner, *found)
 
     def pretended(arguments: tuple[Any, ...]) -> list[Any]:
         return [pretend_cuda.Pretend.like(a).tensor() if isinstance(a, torch.Tensor) else a for a in arguments]
 
-    for kernel, arguments in (*made.parts(call), in_step.parts(call)[0]):
+    for kernel, arguments in made.parts(call):
         with pytest.raises(RuntimeError, match=r"(?i)cuda|driver"):
             kernel(*pretended(arguments))
         short = pretended(arguments)

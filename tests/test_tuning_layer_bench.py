@@ -49,7 +49,7 @@ def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.Mon
     for tokens, batch in ((1, 1), (4, 256)):
         asked.clear()
         problem = layer_bench.layer_problem(tokens, 16, "f32")
-        assert len(list(bench.entrants(problem, batch))) == 6 + 8 + 2 * 7 + 2 * 3
+        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 7 + 2 * 3
         assert asked == set(layer_bench.kernels(problem, batch, where, True))
 
 

@@ -1,11 +1,11 @@
 """Times of the fused decode step and of its parts: `python -m replayssm_tuning.layer_bench`.
 
 For each number of tokens and batch size, in interleaved rounds on one cell (cold L2, rotating slots, the stationary mix
-of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; the same with programmatic
+of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; and the same with programmatic
 dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
-predecessor too; and steps that have the conv in them, alone and with the norm. Every number is microseconds a call in a
-CUDA graph. `--cuts` times the chain with other cuts of the conv and the norm, and these alone, beside those that the
-rule takes. `--compile-for h200` only fills the kernel cache, on a machine without a GPU.
+predecessor too. Every number is microseconds a call in a CUDA graph. `--cuts` times the chain with other cuts of the
+conv and the norm, and these alone, beside those that the rule takes. `--compile-for h200` only fills the kernel cache,
+on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from replayssm_cute import calls, compiler, dtypes, fingerprint, plan, tables
-from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
-from replayssm_cute.fused.shapes import StepConvShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target, named
 
@@ -38,8 +36,6 @@ from .timing import Timed, capture, interleave, summary
 BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
 CHAIN, PDL, PDL_TOO = "chain", "chain, PDL", "chain, PDL, conv too"
 PARTS = ("conv", "step", "norm")
-# Steps with the conv in them: every batch small enough for one head a CTA is worth a try.
-ONE_KERNEL = (TileConfig(), TileConfig(ctas_per_sm=3), TileConfig(ctas_per_sm=5), TileConfig(tiles_per_warp=2))
 CONV_CUTS = ((2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128), (8, 256))
 NORM_WARPS = (1, 2, 4)
 
@@ -118,8 +114,6 @@ def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> li
         step = dataclasses.replace(problem.step, pdl=pdl)
         found.append(compiler.StepRecipe(step, config))
         found.append(LayerRecipe(shapes.norm_shape(problem, chained=pdl)))
-        for each in ONE_KERNEL if not pdl else ():
-            found.append(LayerRecipe(StepConvShape(step, each, problem.conv_dtype, problem.conv_bias_dtype)))
     for chained, pdl in ((False, False), (True, False), (True, True)):
         found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=chained, pdl=pdl)]
     if cuts:
@@ -154,13 +148,9 @@ class Bench:
         yield CHAIN, plain, None
         yield PDL, self.plan_of(problem, batch, True, False), None
         yield PDL_TOO, self.plan_of(problem, batch, True, True), None
-        chained = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
-        for config in ONE_KERNEL:
-            made = launches.make(chained, batch, self.device.index, config=config, conv_in_step=True)
-            yield f"conv in step {config.label()}, PDL", made, None
-            yield f"conv in step {config.label()}", made, 0
         if not self.cuts:
             return
+        chained = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
         for vector, threads in CONV_CUTS:
             base = shapes.conv_shape(chained, batch, chained=True, pdl=False)
             cut = dataclasses.replace(base, vector=vector, threads=threads)

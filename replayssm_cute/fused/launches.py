@@ -7,7 +7,6 @@ its problem may need: see `ready`.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ..config import TileConfig
 from . import proof
 from .problem import LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
-from .shapes import ConvShape, NormShape, StepConvShape, conv_shape, conv_shapes, norm_shape
+from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape
 
 _LIMIT = 4096  # signatures kept
 
@@ -35,14 +34,13 @@ class LayerPlan:
 
     Attributes:
         problem: what was asked.
-        step: the step's kernel.
-        conv: the kernel before it; None where the conv is in the step.
-        norm: the kernel after it.
+        step: the checkpointing SSU's plan.
+        conv, norm: the kernels before and after it.
     """
 
     problem: LayerProblem
-    step: compiler.Kernel
-    conv: compiler.Kernel | None
+    step: plan.Plan
+    conv: compiler.Kernel
     norm: compiler.Kernel
 
     def launch(self, call: LayerCall) -> torch.Tensor:
@@ -53,27 +51,21 @@ class LayerPlan:
 
     def parts(self, call: LayerCall) -> tuple[tuple[compiler.Kernel, tuple[Any, ...]], ...]:
         """Each launch of a call in order: a kernel and its arguments."""
-        slots, pad = call.state_batch_indices, call.pad_slot_id
-        norm = (self.norm, (call.out, call.gate(), call.norm_weight, slots, float(call.eps), pad))
-        if self.conv is None:
-            return (self.step, self._with_conv(call)), norm
         scratch = call.scratch
         if scratch is None:
             scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels))
-        conv = (
-            call.conv_inputs(), call.conv_cache, call.ring_start, call.prev_num_accepted_tokens, call.conv_weight,
-            call.conv_bias, scratch, slots, pad,
+        slots, pad = call.state_batch_indices, call.pad_slot_id
+        return (
+            (
+                self.conv,
+                (
+                    call.conv_inputs(), call.conv_cache, call.ring_start, call.prev_num_accepted_tokens,
+                    call.conv_weight, call.conv_bias, scratch, slots, pad,
+                ),
+            ),
+            (self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))),
+            (self.norm, (call.out, call.gate(), call.norm_weight, slots, float(call.eps), pad)),
         )  # fmt: skip
-        return (self.conv, conv), (self.step, plan.kernel_args(call.step_call(scratch, call.out))), norm
-
-    def _with_conv(self, call: LayerCall) -> tuple[Any, ...]:
-        """The arguments of a step with the conv in it."""
-        arguments = plan.kernel_args(call.step_call(call.conv_inputs(), call.out))
-        p = self.problem.step
-        x, B, C = call.conv_cache.split([self.problem.d_inner, p.groups * p.d_state, p.groups * p.d_state], -1)
-        rings = (x.unflatten(-1, (-1, p.head_dim)), *(t.unflatten(-1, (-1, p.d_state)) for t in (B, C)))
-        # without z and cu_seqlens
-        return (*arguments[:13], *arguments[14:16], arguments[17], *rings, call.conv_weight, call.conv_bias)
 
 
 def run(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> torch.Tensor:
@@ -144,33 +136,28 @@ def make(
     enable_pdl: bool = False,
     conv: ConvShape | None = None,
     norm: NormShape | None = None,
-    conv_in_step: bool = False,
 ) -> LayerPlan:
     """The plan for `batch` rows of a problem on a device.
 
     Args:
         config: forces the step's tile config.
-        enable_pdl: whether the first kernel may start while its predecessor runs.
+        enable_pdl: whether the conv may start while its predecessor runs.
         conv, norm: force the cuts of these kernels; None takes the rules of `shapes`.
-        conv_in_step: one kernel for conv and step, of `config`, which must be given. No rule takes it yet.
 
     Raises:
         ValueError, RuntimeError: as `decode_step`.
     """
     chained = problem.step.pdl
-    after = ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device)
-    if conv_in_step:
-        if config is None:
-            raise ValueError("config: got None, expected the TileConfig of a step with the conv in it")
-        step = dataclasses.replace(problem.step, pdl=enable_pdl)
-        shape = StepConvShape(step, config, problem.conv_dtype, problem.conv_bias_dtype)
-        return LayerPlan(problem, ready(LayerRecipe(shape), device), None, after)
-    for each in conv_shapes(problem, chained=chained, pdl=enable_pdl) if conv is None else (conv,):
+    for shape in conv_shapes(problem, chained=chained, pdl=enable_pdl) if conv is None else (conv,):
         if not compiler.capturing():
-            ready(LayerRecipe(each), device)
+            ready(LayerRecipe(shape), device)
     chosen = conv_shape(problem, batch, chained=chained, pdl=enable_pdl) if conv is None else conv
-    step_plan = plan.make(problem.step, batch, device, config)
-    return LayerPlan(problem, step_plan.kernel, ready(LayerRecipe(chosen), device), after)
+    return LayerPlan(
+        problem,
+        plan.make(problem.step, batch, device, config),
+        ready(LayerRecipe(chosen), device),
+        ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
+    )
 
 
 def ready(recipe: LayerRecipe, device: int) -> compiler.Kernel:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import WARP, TileConfig
-from ..problem import Problem
+from ..config import WARP
 from .problem import LayerProblem
 
 PIECE = 8  # 16-bit values in 16 bytes
@@ -48,36 +47,6 @@ class ConvShape:
     def ctas_per_row(self) -> int:
         """CTAs of one batch row."""
         return -(-self.channels // (self.vector * self.threads))
-
-
-@dataclass(frozen=True, slots=True)
-class StepConvShape:
-    """One step kernel with the conv in it.
-
-    Attributes:
-        problem: the step's, compact, without z and ragged rows; its pdl says whether the kernel may start before its
-            predecessor ends.
-        config: one turn, no batch rows cut differently from others.
-        weight_dtype, bias_dtype: of the conv; None where there is no bias.
-    """
-
-    problem: Problem
-    config: TileConfig
-    weight_dtype: str
-    bias_dtype: str | None
-
-    def __post_init__(self) -> None:
-        if reason := self.invalid_reason(self.problem, self.config):
-            raise ValueError(f"config: {self.config.label()} cannot hold the conv for {self.problem.label()}: {reason}")
-
-    @staticmethod
-    def invalid_reason(problem: Problem, config: TileConfig) -> str | None:
-        """Why the conv cannot be in a step of this kind; None if it can."""
-        if config.turns > 1 or config.tail_rows:
-            return "its CTAs take several turns"
-        if not problem.compact or problem.ragged or problem.has_z:
-            return "tensors are not compact, rows are ragged, or there is a z"
-        return None
 
 
 @dataclass(frozen=True, slots=True)

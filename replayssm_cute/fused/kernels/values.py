@@ -20,36 +20,20 @@ def unpack(kind: str, words):
     return [half(kind, w) for w in words for half in (low_half, high_half)]
 
 
-def load_quads(tensor, kind: str, first, count: int):
-    """Words of `count` values from element `first` on, which is a multiple of `count`, of a contiguous vector."""
+def load_values(tensor, kind: str, first, count: int):
+    """`count` values from element `first` on, which is a multiple of `count`, of a contiguous vector, as f32."""
     pointer = tensor.iterator + cute.assume(first, divby=count)
     words = count * BYTES[kind] // 4
     each = min(words, WORDS)
     found = []
     for at in range(0, words, each):
         found += load_words(pointer + at * 4 // BYTES[kind], each)
-    return found
-
-
-def load_values(tensor, kind: str, first, count: int):
-    """What `load_quads` reads, as f32."""
-    return unpack(kind, load_quads(tensor, kind, first, count))
-
-
-def of_pair(words, pair: int):
-    """The words of two neighbouring channels, among those of eight."""
-    each = len(words) // 4
-    return words[each * pair : each * (pair + 1)]
+    return unpack(kind, found)
 
 
 def silu(v):
     """v / (1 + exp(-v)), a few units of f32's last place off; -0 where exp(-v) is too large for f32."""
     return v * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(Float32(0.0) - v, fastmath=True))
-
-
-def load_at(address):
-    """Four words at an address, a multiple of 16, of global memory."""
-    return load_words(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16), WORDS)
 
 
 @dsl_user_op
