@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,16 @@ def copied(call: LayerCall, device: str | None = None, **kinds: torch.dtype) -> 
     made = {n: _clone(t, device) for n, t in kwargs(call).items() if isinstance(t, torch.Tensor)}
     made |= {n: made[n].to(kind) for n, kind in kinds.items()}
     return dataclasses.replace(call, **made)
+
+
+def random_steps(problem: LayerProblem, count: int) -> Iterator[tuple[list[int], torch.Tensor, list[int]]]:
+    """Slots of three rows (of 0 to 3, or padding), their projections, and how many of their tokens are accepted."""
+    tokens = problem.step.tokens
+    rng, gen = random.Random(tokens), torch.Generator().manual_seed(0)
+    for _ in range(count):
+        rows = rng.sample([0, 1, 2, 3, -1], 3)
+        projected = (0.8 * torch.randn(3, tokens, problem.width, generator=gen)).to(torch.bfloat16)
+        yield rows, projected, [rng.randint(0, tokens) for _ in rows]
 
 
 class LayerHistory:

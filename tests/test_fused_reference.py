@@ -6,10 +6,10 @@ import dataclasses
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from fused_calls import LayerHistory, copied, kwargs, layer, random_layer_call
+from fused_bounds import EXACT, RowErrors, error
+from fused_calls import LayerHistory, copied, kwargs, layer, random_layer_call, random_steps
 from oracle import as_array
 
 import replayssm_cute
@@ -23,11 +23,6 @@ WIDE = {"state": torch.float64, "x_cache": torch.float64, "B_cache": torch.float
         "out": torch.float64}  # fmt: skip
 
 
-def error(got: torch.Tensor, expected: torch.Tensor | np.ndarray) -> float:
-    wanted = torch.as_tensor(expected).double()
-    return float((got.double() - wanted).norm() / wanted.norm())
-
-
 def fresh(problem: LayerProblem, slots: int, seed: int = 0) -> LayerCall:
     """A call of one row whose slots are all as after a reset; everything else in them is NaN."""
     call = random_layer_call(problem, 1, slots=slots, seed=seed)
@@ -38,6 +33,49 @@ def fresh(problem: LayerProblem, slots: int, seed: int = 0) -> LayerCall:
     call.prev_num_accepted_tokens.zero_()
     conv_ring.set_history(call.conv_cache, call.ring_start, call.prev_num_accepted_tokens, torch.arange(slots))
     return call
+
+
+class RoundedHistory:
+    """Requests of slots 0 to 3: in float64 without rejected tokens, and by the reference with the kernels' roundings."""
+
+    def __init__(self, call: LayerCall, norm_groups: int) -> None:
+        self.call = copied(call)
+        self.truth = {slot: LayerHistory(self.call, norm_groups) for slot in range(4)}
+        self.window = call.x_cache.shape[2] - call.projected.shape[1]
+
+    def run(
+        self, rows: list[int], projected: torch.Tensor, accepted: list[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Exact and rounded outputs of each row, None of padding; then the accepted tokens become history."""
+        slots = torch.tensor(rows, dtype=torch.int32)
+        tokens = projected.shape[1]
+        out = torch.empty(len(rows), tokens, self.call.out.shape[-1], dtype=projected.dtype)
+        replayssm_cute.decode_step(
+            **kwargs(dataclasses.replace(self.call, projected=projected, out=out, state_batch_indices=slots))
+        )
+        replayssm_cute.commit(
+            self.call.ring_start, self.call.prev_num_accepted_tokens, slots, torch.tensor(accepted), tokens=tokens,
+            window=self.window,
+        )  # fmt: skip
+        return [
+            None if slot < 0 else (torch.from_numpy(self.truth[slot].run(as_array(projected[row]), count)), out[row])
+            for row, (slot, count) in enumerate(zip(rows, accepted, strict=True))
+        ]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_roundings_alone_take_single_rows_beyond_the_bound_of_tensors(tokens: int) -> None:
+    """Why rows have a bound of their own (see `fused_bounds`): on the steps of the GPU test."""
+    step = Problem(heads=8, head_dim=64, d_state=128, groups=1, tokens=tokens, window=8)
+    problem = layer(step, norm_groups=2)
+    history, errors = RoundedHistory(fresh(problem, 6), 2), RowErrors()
+    for rows, projected, counts in random_steps(problem, 100):
+        for found in history.run(rows, projected, counts):
+            if found is not None:
+                errors.add(found[1], *found)
+    with pytest.raises(AssertionError, match="its roundings allow"):
+        errors.add(1.01 * errors.got[-1].float(), errors.exact[-1], errors.got[-1])
+    assert 2.8e-3 < errors.whole() < 3.4e-3 < EXACT["bf16"] < errors.worst() < 1e-2
 
 
 @pytest.mark.parametrize(
