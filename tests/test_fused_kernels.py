@@ -10,12 +10,13 @@ import fused_lanes
 import pretend_cuda
 import pytest
 import torch
+from fused_bounds import error
 from fused_calls import copied, kwargs, layer, random_layer_call
-from test_fused_reference import error
+from test_fused_overlap import written
 
 from replayssm_cute import compiler, fingerprint, plan, resources, target
 from replayssm_cute.config import TileConfig
-from replayssm_cute.fused import launches, proof, shapes
+from replayssm_cute.fused import launches, overlap, proof, shapes
 from replayssm_cute.fused.problem import LayerCall, layer_problem
 from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.reference import decode_step_reference
@@ -188,6 +189,31 @@ def test_other_batch_sizes_find_their_kernels_ready(on_host: list[str], monkeypa
         launches.run(random_layer_call(problem, 3), True, None)
 
 
+def test_a_measured_table_chooses_what_overlaps(
+    on_host: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Each batch size gets its choice, and a first call readies the kernels of all of them."""
+    alone, together = dict.fromkeys(overlap.Overlap, 2.0) | {"chain": 1.0}, dict.fromkeys(overlap.Overlap, 1.0)
+    written(tmp_path / "a.json", {2: alone, 64: together}, STEP)
+    monkeypatch.setattr(overlap, "FOLDER", tmp_path)
+    overlap.forget()
+    steps: list[Problem] = []
+    monkeypatch.setattr(
+        plan, "make", lambda p, b, device, config: steps.append(p) or plan.Plan(p, b, None, None, print)
+    )
+    problem = layer(STEP, norm_groups=2)
+    try:
+        first = launches.make(problem, 2, 0)
+        assert [p.pdl for p in steps] == [True, False] and first.problem.step is steps[1]
+        monkeypatch.setattr(compiler, "capturing", lambda: True)
+        other = launches.make(problem, 40, 0)
+        found = [(p.overlap, p.conv, p.norm) for p in (first, other)]
+        assert [f[0] for f in found] == [overlap.Overlap.NONE, overlap.Overlap.INNER] and steps[2].pdl
+        assert found[0][1] is not found[1][1] and found[0][2] is not found[1][2]
+    finally:
+        overlap.forget()
+
+
 def test_kernels_that_are_wrong_here_never_serve(on_host: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REPLAYSSM_SELFCHECK")
     monkeypatch.setattr(fused_lanes.MODULES["norm"], "silu", lambda v: v)
@@ -269,7 +295,7 @@ def test_real_kernels_take_these_arguments_as_far_as_the_missing_driver(index_dt
         shapes.conv_shape(problem, batch, chained=True, pdl=False), shapes.norm_shape(problem, chained=True)
     )]  # fmt: skip
     inner = plan.Plan(step, batch, None, None, compiler.get(step, TileConfig(), where))
-    made = launches.LayerPlan(problem, inner, *found)
+    made = launches.LayerPlan(problem, overlap.Overlap.INNER, inner, *found)
 
     def pretended(arguments: tuple[Any, ...]) -> list[Any]:
         return [pretend_cuda.Pretend.like(a).tensor() if isinstance(a, torch.Tensor) else a for a in arguments]

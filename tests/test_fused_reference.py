@@ -36,7 +36,7 @@ def fresh(problem: LayerProblem, slots: int, seed: int = 0) -> LayerCall:
 
 
 class RoundedHistory:
-    """Requests of slots 0 to 3: in float64 without rejected tokens, and by the reference with the kernels' roundings."""
+    """Requests of slots 0 to 3: in float64 without rejected tokens, and by the reference, rounded as kernels round."""
 
     def __init__(self, call: LayerCall, norm_groups: int) -> None:
         self.call = copied(call)

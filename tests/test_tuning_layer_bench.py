@@ -15,6 +15,7 @@ from replayssm_tuning.slots import make_cell
 import replayssm_cute
 from replayssm_cute import compiler, plan, target
 from replayssm_cute.fused import launches
+from replayssm_cute.fused.overlap import Overlap
 from replayssm_cute.fused.problem import layer_problem
 from replayssm_cute.problem import Problem
 
@@ -60,7 +61,7 @@ class Made:
 
 
 def test_its_table() -> None:
-    names = [*layer_bench.PARTS, layer_bench.CHAIN, layer_bench.PDL, layer_bench.PDL_TOO, "conv 2 x 64"]
+    names = [*layer_bench.PARTS, *Overlap, "conv 2 x 64"]
     times: dict[str, Any] = {name: {"time_us": 1.5 + k} for k, name in enumerate(names)}
     text = layer_bench.table([{"tokens": 4, "batch": 16, "config": "h1", "times": times}])
     assert text.splitlines()[1].split() == ["4", "16", "1.50", "2.50", "3.50", "4.50", "5.50", "6.50", "h1"]

@@ -22,6 +22,7 @@ import torch
 
 from replayssm_cute import calls, compiler, dtypes, fingerprint, plan, tables
 from replayssm_cute.fused import launches, shapes
+from replayssm_cute.fused.overlap import Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.problem import Problem
@@ -34,7 +35,6 @@ from .slots import Cell, make_cell, slot_sets
 from .timing import Timed, capture, interleave, summary
 
 BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
-CHAIN, PDL, PDL_TOO = "chain", "chain, PDL", "chain, PDL, conv too"
 PARTS = ("conv", "step", "norm")
 CONV_CUTS = ((2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128), (8, 256))
 NORM_WARPS = (1, 2, 4)
@@ -114,8 +114,8 @@ def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> li
         step = dataclasses.replace(problem.step, pdl=pdl)
         found.append(compiler.StepRecipe(step, config))
         found.append(LayerRecipe(shapes.norm_shape(problem, chained=pdl)))
-    for chained, pdl in ((False, False), (True, False), (True, True)):
-        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=chained, pdl=pdl)]
+    for kind in Overlap:
+        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=kind.chained, pdl=kind.first)]
     if cuts:
         conv = shapes.conv_shape(problem, batch, chained=True, pdl=False)
         found += [LayerRecipe(dataclasses.replace(conv, vector=v, threads=t)) for v, t in CONV_CUTS]
@@ -132,35 +132,32 @@ class Bench:
         self.policy, self.cuts = policy, cuts
         self.target = plan.device_target(self.device.index)
 
-    def plan_of(self, problem: LayerProblem, batch: int, chained: bool, pdl: bool, **cuts: Any) -> launches.LayerPlan:
+    def plan_of(self, problem: LayerProblem, batch: int, overlap: Overlap, **cuts: Any) -> launches.LayerPlan:
         """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
         config = tables.choose(problem.step, batch, self.target).config
-        step = dataclasses.replace(problem.step, pdl=chained)
-        return launches.make(
-            dataclasses.replace(problem, step=step), batch, self.device.index, config=config, enable_pdl=pdl, **cuts
-        )
+        return launches.make(problem, batch, self.device.index, config=config, overlap=overlap, **cuts)
 
     def entrants(self, problem: LayerProblem, batch: int) -> Iterator[tuple[str, launches.LayerPlan, int | None]]:
         """(name, plan, which of its three launches alone; None all)."""
-        plain = self.plan_of(problem, batch, False, False)
+        plain = self.plan_of(problem, batch, Overlap.NONE)
         for k, name in enumerate(PARTS):
             yield name, plain, k
-        yield CHAIN, plain, None
-        yield PDL, self.plan_of(problem, batch, True, False), None
-        yield PDL_TOO, self.plan_of(problem, batch, True, True), None
+        yield Overlap.NONE, plain, None
+        yield Overlap.INNER, self.plan_of(problem, batch, Overlap.INNER), None
+        yield Overlap.ALL, self.plan_of(problem, batch, Overlap.ALL), None
         if not self.cuts:
             return
         chained = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
         for vector, threads in CONV_CUTS:
             base = shapes.conv_shape(chained, batch, chained=True, pdl=False)
             cut = dataclasses.replace(base, vector=vector, threads=threads)
-            made = self.plan_of(problem, batch, True, False, conv=cut)
-            yield f"{PDL}, conv {vector} x {threads}", made, None
+            made = self.plan_of(problem, batch, Overlap.INNER, conv=cut)
+            yield f"{Overlap.INNER}, conv {vector} x {threads}", made, None
             yield f"conv {vector} x {threads}", made, 0
         for warps in NORM_WARPS:
             norm = dataclasses.replace(shapes.norm_shape(chained, chained=True), warps=warps)
-            made = self.plan_of(problem, batch, True, False, norm=norm)
-            yield f"{PDL}, norm {warps} warps", made, None
+            made = self.plan_of(problem, batch, Overlap.INNER, norm=norm)
+            yield f"{Overlap.INNER}, norm {warps} warps", made, None
             alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
             yield f"norm {warps} warps", dataclasses.replace(made, norm=alone), 2
 
@@ -204,7 +201,7 @@ class Bench:
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
     """The times as text, a cell a line."""
-    columns: list[str] = [*PARTS, CHAIN, PDL, PDL_TOO]
+    columns: list[str] = [*PARTS, *Overlap]
     lines = ["  T batch  " + "  ".join(f"{c:>12}" for c in (*columns, "step's config"))]
     for cell in cells:
         row = [f"{cell['times'][c]['time_us']:12.2f}".rjust(max(12, len(c))) for c in columns]

@@ -66,8 +66,9 @@ def decode_step(
         dt_softplus: whether dt goes through softplus (after dt_bias).
         scratch: (b, T, channels), projected's dtype: memory for what the conv gives the step; None takes some from
             torch's allocator.
-        enable_pdl: promises that the direct predecessor on the stream writes nothing but `projected`. The three kernels
-            of the call overlap each other in any case.
+        enable_pdl: promises that the direct predecessor on the stream writes nothing but `projected`, so that the conv
+            may start while it runs. Whether the call's three kernels overlap each other does not depend on it: see
+            `fused.overlap`.
         config: forces the step's tile config. No effect on the CPU.
 
     Arithmetic is f32. The conv's outputs and the SSU's are rounded to projected's dtype once each, as they are between

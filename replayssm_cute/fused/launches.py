@@ -1,4 +1,4 @@
-"""From a call's tensors to three launches: the conv, the step and the norm, each started while the one before ends.
+"""From a call's tensors to three launches: the conv, the step and the norm, overlapping as `overlap` says.
 
 A call is recognized by its tensors' shapes, strides and dtypes; a known one is launched without further checks but
 those that kernels make of their arguments. A first one is checked, and readies every kernel that other batch sizes of
@@ -7,6 +7,7 @@ its problem may need: see `ready`.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 
 from .. import compiler, plan
 from ..config import TileConfig
+from . import overlap as overlaps
 from . import proof
+from .overlap import Overlap
 from .problem import LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
 from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape
@@ -33,12 +36,14 @@ class LayerPlan:
     """A decode step that is ready to run.
 
     Attributes:
-        problem: what was asked.
+        problem: what was asked; its step's `pdl` is `overlap.chained`.
+        overlap: which kernels start early.
         step: the checkpointing SSU's plan.
         conv, norm: the kernels before and after it.
     """
 
     problem: LayerProblem
+    overlap: Overlap
     step: plan.Plan
     conv: compiler.Kernel
     norm: compiler.Kernel
@@ -110,7 +115,7 @@ def _signature(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> 
 
 def _find(signature: Hashable, call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> LayerPlan:
     """The plan of a call that is not known, after every check of it."""
-    problem = layer_problem(call, pdl=True)
+    problem = layer_problem(call)
     device = call.state.get_device()
     made = make(problem, call.projected.shape[0], device, config=config, enable_pdl=enable_pdl)
     with _lock:
@@ -134,26 +139,54 @@ def make(
     *,
     config: TileConfig | None = None,
     enable_pdl: bool = False,
+    overlap: Overlap | None = None,
     conv: ConvShape | None = None,
     norm: NormShape | None = None,
 ) -> LayerPlan:
     """The plan for `batch` rows of a problem on a device.
 
+    Outside a graph capture every kernel that other batch sizes may need is readied too.
+
     Args:
         config: forces the step's tile config.
         enable_pdl: whether the conv may start while its predecessor runs.
-        conv, norm: force the cuts of these kernels; None takes the rules of `shapes`.
+        overlap: forces which kernels start early; None takes what `overlap` knows.
+        conv, norm: force these kernels; None takes the rules of `shapes`.
 
     Raises:
         ValueError, RuntimeError: as `decode_step`.
     """
-    chained = problem.step.pdl
-    for shape in conv_shapes(problem, chained=chained, pdl=enable_pdl) if conv is None else (conv,):
+    others: tuple[Overlap, ...] = ()
+    if overlap is None:
+        target = plan.device_target(device)
+        overlap = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
+        if not compiler.capturing():
+            others = overlaps.candidates(problem.step, target, promised=enable_pdl)
+    for other in others:
+        if other is not overlap:
+            _chain(problem, batch, device, config, other, conv, norm)
+    return _chain(problem, batch, device, config, overlap, conv, norm)
+
+
+def _chain(
+    problem: LayerProblem,
+    batch: int,
+    device: int,
+    config: TileConfig | None,
+    overlap: Overlap,
+    conv: ConvShape | None,
+    norm: NormShape | None,
+) -> LayerPlan:
+    """The plan with a given overlap."""
+    chained, first = overlap.chained, overlap.first
+    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=chained))
+    for shape in conv_shapes(problem, chained=chained, pdl=first) if conv is None else (conv,):
         if not compiler.capturing():
             ready(LayerRecipe(shape), device)
-    chosen = conv_shape(problem, batch, chained=chained, pdl=enable_pdl) if conv is None else conv
+    chosen = conv_shape(problem, batch, chained=chained, pdl=first) if conv is None else conv
     return LayerPlan(
         problem,
+        overlap,
         plan.make(problem.step, batch, device, config),
         ready(LayerRecipe(chosen), device),
         ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
