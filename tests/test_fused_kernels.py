@@ -34,6 +34,9 @@ CONVS = [
     dataclasses.replace(CONV, tokens=16, ring_rows=32, io_dtype="f16", weight_dtype="f32", bias_dtype="f16", pdl=True),
     dataclasses.replace(CONV, channels=520, vector=4, weight_dtype="f16", index_dtype="i64", triggers=False),
     dataclasses.replace(CONV, channels=136, tokens=2, ring_rows=5, vector=2, weight_dtype="f32", bias_dtype="bf16"),
+    dataclasses.replace(CONV, rows=2, pdl=True),
+    dataclasses.replace(CONV, rows=4, tokens=1, ring_rows=4, channels=520, vector=4),
+    dataclasses.replace(CONV, rows=2, tokens=2, index_dtype=None, bias_dtype=None, triggers=False),
 ]
 NORMS = [
     NORM,
@@ -41,6 +44,9 @@ NORMS = [
     dataclasses.replace(NORM, d_inner=960, groups=3, tokens=1, warps=2, io_dtype="f16", weight_dtype="f16"),
     dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, warps=3, index_dtype=None),
     dataclasses.replace(NORM, d_inner=24, groups=3, tokens=2, warps=1, index_dtype="i64"),
+    dataclasses.replace(NORM, together=3),
+    dataclasses.replace(NORM, tokens=4, together=2, warps=2, pdl=False),
+    dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, together=2, warps=3, index_dtype=None),
 ]  # fmt: skip
 
 
@@ -62,6 +68,18 @@ SLIPS: dict[str, tuple[ConvShape | NormShape, Callable[[pytest.MonkeyPatch], Non
         CONV, _slip("conv", "wrapped", lambda f: lambda self, r: f(self, r - (r >= self.shape.ring_rows))),
     ),
     "a warp's sum only": (dataclasses.replace(NORM, warps=2), _slip("norm", "put", lambda f: lambda *a: None)),
+    "rows beyond the batch": (
+        dataclasses.replace(CONV, rows=2, index_dtype=None),
+        _slip("conv", "rows_of", lambda f: lambda self, bundle, batch: f(self, bundle, batch + 1)),
+    ),
+    "the same row twice": (
+        dataclasses.replace(CONV, rows=4),
+        _slip("conv", "rows_of", lambda f: lambda self, bundle, batch: ([True] * 4, [min(4 * bundle, batch - 1)] * 4)),
+    ),
+    "one sum for all tokens": (
+        dataclasses.replace(NORM, together=3),
+        _slip("norm", "totals", lambda f: lambda self, values, thread: [f(self, values, thread)[0]] * 3),
+    ),
     "another group's columns": (
         NORM, _slip("norm", "place", lambda f: lambda self, t, r, k, c: f(self, t, r, k, c % self.shape.group)),
     ),
@@ -73,7 +91,8 @@ def test_wrong_kernels_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> 
     shape, slip = SLIPS[what]
     slip(monkeypatch)
     recipe = LayerRecipe(shape)
-    with pytest.raises(RuntimeError, match=r"self-check: decode_step's (conv|norm) .* gave wrong values in "):
+    found = r"self-check: decode_step's (conv|norm) .* gave wrong values in |\(3, .* of shape \(3, "
+    with pytest.raises((RuntimeError, AssertionError), match=found):
         proof.prove(recipe, fused_lanes.kernel(recipe), CPU)
 
 
@@ -241,6 +260,9 @@ def compiled_shapes() -> list[ConvShape | NormShape]:
         found += [*shapes.conv_shapes(problem, chained=True, pdl=True), shapes.norm_shape(problem, chained=True)]
     found += [shapes.conv_shape(p, 256, chained=False, pdl=False) for p in (half, long, eight)]
     found += [shapes.norm_shape(half, chained=False)]
+    conv, norm = shapes.conv_shape(SUPER, 256, chained=True, pdl=True), shapes.norm_shape(SUPER, chained=True)
+    found += [dataclasses.replace(conv, vector=v, rows=r) for v, r in ((8, 2), (4, 2), (4, 4))]
+    found += [dataclasses.replace(norm, together=n) for n in (2, 4)]
     return found
 
 
@@ -280,6 +302,9 @@ def test_code_asks_for_what_needs_no_predecessor_before_it_waits() -> None:
     assert loads_around_the_wait(shapes.norm_shape(SUPER, chained=True)) == (3, 1)
     conv = shapes.conv_shape(SUPER, 256, chained=True, pdl=True)
     assert loads_around_the_wait(conv) == (3 + 4 + 2 + 3, 4)
+    # of two rows: everything but the weights twice, and all of it before the wait that it was before
+    assert loads_around_the_wait(dataclasses.replace(conv, rows=2)) == (2 * 3 + 4 + 2 + 2 * 3, 2 * 4)
+    assert loads_around_the_wait(dataclasses.replace(shapes.norm_shape(SUPER, chained=True), together=4)) == (2 + 4, 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a driver: addresses are made up")

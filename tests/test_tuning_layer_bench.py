@@ -47,10 +47,10 @@ def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made())
     bench = layer_bench.Bench.__new__(layer_bench.Bench)
     bench.cuts, bench.target, bench.device = True, where, torch.device("cuda", 0)
-    for tokens, batch in ((1, 1), (4, 256)):
+    for tokens, batch, norms in ((1, 1, 3), (4, 256, 6)):
         asked.clear()
         problem = layer_bench.layer_problem(tokens, 16, "f32")
-        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 7 + 2 * 3
+        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 10 + 2 * norms
         assert asked == set(layer_bench.kernels(problem, batch, where, True))
 
 

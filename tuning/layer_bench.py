@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 
-from replayssm_cute import calls, compiler, dtypes, fingerprint, plan, tables
+from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources, tables
 from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.overlap import Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.fused.shapes import ConvShape, NormShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target, named
 
@@ -36,8 +38,12 @@ from .timing import Timed, capture, interleave, summary
 
 BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
 PARTS = ("conv", "step", "norm")
-CONV_CUTS = ((2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128), (8, 256))
-NORM_WARPS = (1, 2, 4)
+# (channels of a thread, threads, batch rows of a thread) and (warps, tokens of a CTA)
+CONV_CUTS = (
+    (2, 64, 1), (2, 128, 1), (4, 64, 1), (4, 128, 1), (8, 64, 1), (8, 128, 1), (8, 256, 1),
+    (4, 128, 2), (8, 128, 2), (4, 128, 4),
+)  # fmt: skip
+NORM_CUTS = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 4), (4, 4))
 
 
 def layer_problem(tokens: int, window: int, state_dtype: str) -> LayerProblem:
@@ -117,11 +123,29 @@ def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> li
     for kind in Overlap:
         found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=kind.chained, pdl=kind.first)]
     if cuts:
-        conv = shapes.conv_shape(problem, batch, chained=True, pdl=False)
-        found += [LayerRecipe(dataclasses.replace(conv, vector=v, threads=t)) for v, t in CONV_CUTS]
-        norm = shapes.norm_shape(problem, chained=True)
-        found += [LayerRecipe(dataclasses.replace(norm, warps=w, pdl=pdl)) for w in NORM_WARPS for pdl in (True, False)]
+        found += [LayerRecipe(shape) for shape in conv_cuts(problem, batch).values()]
+        for shape in norm_cuts(problem).values():
+            found += [LayerRecipe(dataclasses.replace(shape, pdl=pdl)) for pdl in (True, False)]
     return found
+
+
+def conv_cuts(problem: LayerProblem, batch: int) -> dict[str, ConvShape]:
+    """Other cuts of the conv, by name."""
+    base = shapes.conv_shape(problem, batch, chained=True, pdl=False)
+    return {
+        f"conv {v} x {t}{f', {r} rows' if r > 1 else ''}": dataclasses.replace(base, vector=v, threads=t, rows=r)
+        for v, t, r in CONV_CUTS
+    }
+
+
+def norm_cuts(problem: LayerProblem) -> dict[str, NormShape]:
+    """Other cuts of the norm, by name."""
+    base = shapes.norm_shape(problem, chained=True)
+    return {
+        f"norm {w} warps{f', {n} tokens' if n > 1 else ''}": dataclasses.replace(base, warps=w, together=n)
+        for w, n in NORM_CUTS
+        if base.tokens % n == 0
+    }
 
 
 class Bench:
@@ -147,19 +171,15 @@ class Bench:
         yield Overlap.ALL, self.plan_of(problem, batch, Overlap.ALL), None
         if not self.cuts:
             return
-        chained = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
-        for vector, threads in CONV_CUTS:
-            base = shapes.conv_shape(chained, batch, chained=True, pdl=False)
-            cut = dataclasses.replace(base, vector=vector, threads=threads)
-            made = self.plan_of(problem, batch, Overlap.INNER, conv=cut)
-            yield f"{Overlap.INNER}, conv {vector} x {threads}", made, None
-            yield f"conv {vector} x {threads}", made, 0
-        for warps in NORM_WARPS:
-            norm = dataclasses.replace(shapes.norm_shape(chained, chained=True), warps=warps)
+        for name, conv in conv_cuts(problem, batch).items():
+            made = self.plan_of(problem, batch, Overlap.INNER, conv=conv)
+            yield f"{Overlap.INNER}, {name}", made, None
+            yield name, made, 0
+        for name, norm in norm_cuts(problem).items():
             made = self.plan_of(problem, batch, Overlap.INNER, norm=norm)
-            yield f"{Overlap.INNER}, norm {warps} warps", made, None
+            yield f"{Overlap.INNER}, {name}", made, None
             alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
-            yield f"norm {warps} warps", dataclasses.replace(made, norm=alone), 2
+            yield name, dataclasses.replace(made, norm=alone), 2
 
     def cell(self, problem: LayerProblem, batch: int) -> dict[str, Any]:
         """Times of all entrants on one cell."""
@@ -211,14 +231,45 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def facts(device: torch.device) -> dict[str, str]:
+def machine_code(problems: Sequence[LayerProblem], batches: Sequence[int], target: Target) -> dict[str, str]:
+    """Name -> SHA-256 (first 16 digits) of the machine code of each conv and norm that the chains launch.
+
+    Sources may change around code that stays: times belong to the code.
+    """
+    found = {}
+    for problem in problems:
+        for batch in batches:
+            for kind in Overlap:
+                conv = shapes.conv_shape(problem, batch, chained=kind.chained, pdl=kind.first)
+                name = f"conv T {conv.tokens} {conv.vector} x {conv.threads}, {kind}"
+                found[name] = _code(LayerRecipe(conv), target)
+                norm = shapes.norm_shape(problem, chained=kind.chained)
+                found[f"norm T {norm.tokens}, {Overlap.INNER if norm.pdl else Overlap.NONE}"] = _code(
+                    LayerRecipe(norm), target
+                )
+    return found
+
+
+def _code(recipe: LayerRecipe, target: Target) -> str:
+    code = resources.code(resources.cubin(compiler.entry_of(recipe, target).object_bytes()))
+    return hashlib.sha256(code).hexdigest()[:16]
+
+
+def facts(bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int]) -> dict[str, Any]:
     """What the times belong to."""
+    step = problems[0].step
     return {
-        "gpu": torch.cuda.get_device_name(device),
+        "gpu": bench.target.name,
+        "arch": bench.target.arch,
         "commit": commit(),
-        "kernels": fingerprint.kernels(),
-        "layer_kernels": fingerprint.kernels("fused"),
+        "kernel_fingerprint": fingerprint.kernels(),
+        "layer_kernel_fingerprint": fingerprint.kernels("fused"),
+        "machine_code": machine_code(problems, batches, bench.target),
+        "toolchain": fingerprint.toolchain(),
         "torch": torch.__version__,
+        "window": step.window,
+        "state": step.state_dtype,
+        "policy": bench.policy.to_json(),
     }
 
 
@@ -233,9 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args(argv)
+    problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
     if args.compile_for is not None:
         where = named(args.compile_for)
-        problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
         wanted = dict.fromkeys(k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts))
         for recipe in wanted:
             compiler.entry_of(recipe, where)
@@ -246,15 +297,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     bench = Bench(Policy(), args.cuts)
     cells = []
-    for tokens in args.tokens:
-        problem = layer_problem(tokens, args.window, args.state)
+    for problem in problems:
         for batch in args.batches:
             cells.append(bench.cell(problem, batch))
             torch.cuda.empty_cache()
-            print(f"T {tokens}, batch {batch} done", file=sys.stderr, flush=True)
+            print(f"T {problem.step.tokens}, batch {batch} done", file=sys.stderr, flush=True)
     print(table(cells))
     if args.out is not None:
-        args.out.write_text(json.dumps({**facts(bench.device), "cells": cells}, indent=1) + "\n")
+        found = facts(bench, problems, args.batches) | {"cells": cells}
+        atomic.write_text(args.out, json.dumps(found, indent=1) + "\n")
     return 0
 
 

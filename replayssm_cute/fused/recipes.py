@@ -39,7 +39,8 @@ class LayerRecipe:
 
     def shared_bytes(self) -> int:
         """See `compiler.Recipe`."""
-        return 4 * self.shape.warps if isinstance(self.shape, NormShape) else 0
+        s = self.shape
+        return 4 * s.warps * s.together if isinstance(s, NormShape) else 0
 
     def check(self, target: Target) -> None:
         """See `compiler.Recipe`: these kernels run on every target."""

@@ -14,12 +14,13 @@ SPREAD_VECTORS = 1 << 14  # 8-channel vectors of a launch below which narrower o
 
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """One conv kernel. A thread takes `vector` channels of one batch row through all its tokens.
+    """One conv kernel. A thread takes `vector` channels of `rows` batch rows through all their tokens.
 
     Attributes:
         channels, tokens, ring_rows: of the problem.
         io_dtype, weight_dtype, bias_dtype, index_dtype: short dtype names; None where the tensor is absent.
         vector: 2, 4 or 8.
+        rows: batch rows of a thread, which read the weights once; 1, 2 or 4. No rule takes more than one yet: unmeasured.
         threads: of a CTA.
         triggers: whether the next kernel may start before this one ends.
         pdl: whether this one may start before its predecessor ends.
@@ -36,8 +37,11 @@ class ConvShape:
     threads: int = 128
     triggers: bool = True
     pdl: bool = False
+    rows: int = 1
 
     def __post_init__(self) -> None:
+        if self.rows not in (1, 2, 4):
+            raise ValueError(f"rows: got {self.rows}, expected 1, 2 or 4")
         if self.vector not in (2, 4, 8):
             raise ValueError(f"vector: got {self.vector}, expected 2, 4 or 8")
         if self.threads % WARP or not 0 < self.threads <= MOST_THREADS:
@@ -51,13 +55,15 @@ class ConvShape:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """One norm kernel. A CTA normalizes one group of one token.
+    """One norm kernel. A CTA normalizes one group of some tokens of a row.
 
     Attributes:
         d_inner, groups, tokens: of the problem; groups are the norm's.
         io_dtype, weight_dtype, index_dtype: short dtype names; None where the tensor is absent.
         warps: of a CTA.
         triggers, pdl: as in `ConvShape`.
+        together: tokens of a CTA, which read the weights once; a divisor of `tokens`. No rule takes more than one yet:
+            unmeasured.
     """
 
     d_inner: int
@@ -69,8 +75,11 @@ class NormShape:
     warps: int
     triggers: bool = True
     pdl: bool = True
+    together: int = 1
 
     def __post_init__(self) -> None:
+        if self.together < 1 or self.tokens % self.together:
+            raise ValueError(f"together: got {self.together}, expected a divisor of {self.tokens} tokens")
         if not 0 < self.warps <= MOST_THREADS // WARP:
             raise ValueError(f"warps: got {self.warps}, expected 1..{MOST_THREADS // WARP}")
 

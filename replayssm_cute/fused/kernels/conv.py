@@ -1,9 +1,11 @@
 """The conv's step: T raw inputs a row from the projection, convolved and gated by SiLU, and appended to their ring.
 
-A thread takes `vector` neighbouring channels of one row through all its tokens. It keeps every raw input in registers:
-three from the ring, at rows ring_start + pnat - 3 .. ring_start + pnat - 1, and T new ones, each read once:
+A thread takes `vector` neighbouring channels of `rows` rows through all their tokens. It keeps every raw input in
+registers: three from the ring, at rows ring_start + pnat - 3 .. ring_start + pnat - 1, and T new ones, each read once:
 
     out_t = silu(bias + w_0 u_{t-3} + w_1 u_{t-2} + w_2 u_{t-1} + w_3 u_t)
+
+Taps and bias are read once for all rows of a thread.
 
 Under PDL what no predecessor writes (slots, cursors, ring, weights) is asked for before the wait. The kernel lets its
 successor start only after its own wait, so that nothing overlaps two kernels ahead: whoever waits for this kernel's end
@@ -45,7 +47,7 @@ class ConvKernel:
     ):
         shape = self.shape
         self.kernel(inputs, conv_cache, ring_start, pnat, weight, bias, out, slots, pad_slot_id).launch(
-            grid=[inputs.shape[0] * shape.ctas_per_row, 1, 1],
+            grid=[self.bundles(inputs.shape[0]) * shape.ctas_per_row, 1, 1],
             block=[shape.threads, 1, 1],
             stream=stream,
             use_pdl=shape.pdl,
@@ -65,54 +67,78 @@ class ConvKernel:
         pad_slot_id: Int64,
     ):
         shape = self.shape
-        vector = shape.vector
+        vector, rows = shape.vector, range(shape.rows)
         block = cute.arch.block_idx()[0]
-        row, part = block // shape.ctas_per_row, block % shape.ctas_per_row
+        bundle, part = block // shape.ctas_per_row, block % shape.ctas_per_row
         wanted = (part * shape.threads + cute.arch.thread_idx()[0]) * vector
         channel = Int32(cutlass.min(wanted, shape.channels - vector))
-        slot = Int64(row)
+        there, row = self.rows_of(bundle, inputs.shape[0])
+        slot = [Int64(r) for r in row]
         if cutlass.const_expr(slots is not None):
-            slot = Int64(slots[row])
+            slot = [Int64(slots[r]) for r in row]
         new = []
         if cutlass.const_expr(not shape.pdl):  # all predecessors have ended: nothing has to wait
             self.trigger()
-            new = self.load_new(inputs, row, channel)
+            new = [self.load_new(inputs, r, channel) for r in row]
         taps = load_values(weight, shape.weight_dtype, channel * TAPS, TAPS * vector)
         bases = [Float32(0.0)] * vector
         if cutlass.const_expr(bias is not None):
             bases = load_values(bias, shape.bias_dtype, channel, vector)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
         # Threads without work read what is there, branch-free, and write nothing.
-        works = (slot != pad_slot_id) & (slot >= 0) & (wanted < shape.channels)
-        safe = Int64(cutlass.select_(works, slot, Int64(0)))
-        end = self.wrapped(Int32(ring_start[safe]) + Int32(pnat[safe]))
-        raw = []
-        for k in cutlass.range_constexpr(TAPS - 1):
-            at = self.wrapped(end + (shape.ring_rows - (TAPS - 1) + k))
-            raw.append(load_words(self.place(conv_cache, safe, at, channel), vector // 2))
+        works = [(slot[i] != pad_slot_id) & (slot[i] >= 0) & (wanted < shape.channels) & there[i] for i in rows]
+        safe = [Int64(cutlass.select_(works[i], slot[i], Int64(0))) for i in rows]
+        end = [self.wrapped(Int32(ring_start[s]) + Int32(pnat[s])) for s in safe]
+        raw = [self.load_history(conv_cache, safe[i], end[i], channel) for i in rows]
         if cutlass.const_expr(shape.pdl):
             cute.arch.griddepcontrol_wait()
             self.trigger()
-            new = self.load_new(inputs, row, channel)
-        raw += new
+            new = [self.load_new(inputs, r, channel) for r in row]
         cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(shape.rows):
+            self.convolve(raw[i] + new[i], taps, bases, works[i], out, conv_cache, row[i], safe[i], end[i], channel)
+
+    @cute.jit
+    def convolve(self, raw, taps, bases, works, out, conv_cache, row, slot, end, channel):
+        """Write a row's outputs, and its new raw inputs into their ring."""
+        shape = self.shape
         values = [unpack(shape.io_dtype, words) for words in raw]
         if works:
             for t in cutlass.range_constexpr(shape.tokens):
                 result = []
-                for e in cutlass.range_constexpr(vector):
+                for e in cutlass.range_constexpr(shape.vector):
                     total = bases[e]
                     for k in cutlass.range_constexpr(TAPS):
                         total = total + taps[TAPS * e + k] * values[t + k][e]
                     result.append(silu(total))
-                packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, vector, 2)]
+                packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, shape.vector, 2)]
                 store_words(self.place(out, row, t, channel), packed)
-                store_words(self.place(conv_cache, safe, self.wrapped(end + t), channel), raw[TAPS - 1 + t])
+                store_words(self.place(conv_cache, slot, self.wrapped(end + t), channel), raw[TAPS - 1 + t])
+
+    def rows_of(self, bundle, batch):
+        """Of a thread's rows: whether each is in the batch, and which it is; the last one in place of those beyond."""
+        if self.shape.rows == 1:
+            return [True], [bundle]
+        wanted = [bundle * self.shape.rows + i for i in range(self.shape.rows)]
+        return [r < batch for r in wanted], [cutlass.min(r, batch - 1) for r in wanted]
+
+    def load_history(self, conv_cache, slot, end, channel):
+        """A row's three raw inputs before its new tokens."""
+        half, back = self.shape.vector // 2, self.shape.ring_rows - (TAPS - 1)
+        return [
+            load_words(self.place(conv_cache, slot, self.wrapped(end + back + k), channel), half)
+            for k in range(TAPS - 1)
+        ]
 
     def trigger(self):
         """Let the next kernel start, if it is one that may."""
         if self.shape.triggers:
             cute.arch.griddepcontrol_launch_dependents()
+
+    def bundles(self, batch):
+        """How many threads share a batch."""
+        rows = self.shape.rows
+        return batch if rows == 1 else (batch + rows - 1) // rows
 
     def load_new(self, inputs, row, channel):
         """A row's new tokens."""

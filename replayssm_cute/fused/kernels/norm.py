@@ -1,6 +1,7 @@
 """The gated RMSNorm: y·silu(z), divided by its root mean square over a group, times a weight; in place of y.
 
-A CTA takes one group of one token, a thread 16-byte pieces of it that lie `threads` apart. Under PDL the gates, the
+A CTA takes one group of `together` tokens of a row, a thread 16-byte pieces of it that lie `threads` apart; the weights
+are read once for all tokens. Under PDL the gates, the
 weights and the slot, which the step does not write, are asked for while the step still runs. z was written before the
 conv began (see `conv`), so it may be; but through L2. Padding rows keep the zeros that the step gave them.
 """
@@ -37,7 +38,7 @@ class NormKernel:
     ):
         shape = self.shape
         self.kernel(y, z, weight, slots, eps, pad_slot_id).launch(
-            grid=[y.shape[0] * (shape.tokens * shape.groups), 1, 1],
+            grid=[y.shape[0] * (shape.tokens // shape.together * shape.groups), 1, 1],
             block=[shape.threads, 1, 1],
             stream=stream,
             use_pdl=shape.pdl,
@@ -56,7 +57,10 @@ class NormKernel:
         shape = self.shape
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         group, of_row = block % shape.groups, block // shape.groups
-        row, token = of_row // shape.tokens, of_row % shape.tokens
+        bundles = shape.tokens // shape.together
+        row = of_row // bundles
+        first = of_row % bundles * shape.together
+        tokens = [first + t for t in range(shape.together)]
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
             slot = Int64(slots[row])
@@ -67,51 +71,57 @@ class NormKernel:
             inside.append(piece < pieces)
             columns.append(group * shape.group + cutlass.min(piece, pieces - 1) * PIECE)
             weights.append(load_values(weight, shape.weight_dtype, columns[i], PIECE))
-            gates.append(load_shared_by_all(self.place(z, row, token, columns[i])))
+            gates.append([load_shared_by_all(self.place(z, row, t, columns[i])) for t in tokens])
         if cutlass.const_expr(shape.pdl):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(shape.triggers):
             cute.arch.griddepcontrol_launch_dependents()
         gated = []
-        squares = Float32(0.0)
+        squares = [Float32(0.0)] * shape.together
         for i in cutlass.range_constexpr(shape.pieces):
-            values = unpack(shape.io_dtype, load_words(self.place(y, row, token, columns[i]), PIECE // 2))
-            gate = unpack(shape.io_dtype, gates[i])
-            gated.append([v * silu(g) for v, g in zip(values, gate, strict=True)])
-            sum_ = Float32(0.0)
-            for v in gated[i]:
-                sum_ = sum_ + v * v
-            squares = squares + Float32(cutlass.select_(inside[i], sum_, Float32(0.0)))
-        total = self.total(squares, thread)
-        scale = cute.math.rsqrt(total * Float32(1.0 / shape.group) + eps)
+            values = [load_words(self.place(y, row, t, columns[i]), PIECE // 2) for t in tokens]
+            gated.append([self.gated(v, g) for v, g in zip(values, gates[i], strict=True)])
+            for t in cutlass.range_constexpr(shape.together):
+                sum_ = Float32(0.0)
+                for v in gated[i][t]:
+                    sum_ = sum_ + v * v
+                squares[t] = squares[t] + Float32(cutlass.select_(inside[i], sum_, Float32(0.0)))
+        scales = [cute.math.rsqrt(total * Float32(1.0 / shape.group) + eps) for total in self.totals(squares, thread)]
         works = (slot != pad_slot_id) & (slot >= 0)
         for i in cutlass.range_constexpr(shape.pieces):
             if works & inside[i]:
-                result = [v * scale * w for v, w in zip(gated[i], weights[i], strict=True)]
-                packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, PIECE, 2)]
-                store_words(self.place(y, row, token, columns[i]), packed)
+                for t in cutlass.range_constexpr(shape.together):
+                    result = [v * scales[t] * w for v, w in zip(gated[i][t], weights[i], strict=True)]
+                    packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, PIECE, 2)]
+                    store_words(self.place(y, row, tokens[t], columns[i]), packed)
 
-    def total(self, value, thread):
-        """The sum of a value over the CTA's threads."""
-        warps = self.shape.warps
+    def gated(self, y, z):
+        """A piece's outputs times their gates."""
+        kind = self.shape.io_dtype
+        return [v * silu(g) for v, g in zip(unpack(kind, y), unpack(kind, z), strict=True)]
+
+    def totals(self, values, thread):
+        """The sums of some values over the CTA's threads."""
+        warps, count = self.shape.warps, len(values)
         for k in range(5):
-            value = value + cute.arch.shuffle_sync_bfly(value, 1 << k)
+            values = [v + cute.arch.shuffle_sync_bfly(v, 1 << k) for v in values]
         if warps == 1:
-            return value
-        memory = SmemAllocator().allocate(4 * warps, byte_alignment=16)
-        sums = cute.make_tensor(cute.recast_ptr(memory, dtype=Float32), cute.make_layout(warps))
-        self.put(sums, value, thread)
+            return values
+        memory = SmemAllocator().allocate(4 * warps * count, byte_alignment=16)
+        sums = cute.make_tensor(cute.recast_ptr(memory, dtype=Float32), cute.make_layout(warps * count))
+        self.put(sums, values, thread)
         cute.arch.sync_threads()
-        found = sums[0]
+        found = [sums[t * warps] for t in range(count)]
         for k in range(1, warps):
-            found = found + sums[k]
+            found = [found[t] + sums[t * warps + k] for t in range(count)]
         return found
 
     @cute.jit
-    def put(self, sums, value, thread):
-        """A warp's sum into its place."""
+    def put(self, sums, values, thread):
+        """A warp's sums into their places."""
         if thread % WARP == 0:
-            sums[thread // WARP] = value
+            for t in cutlass.range_constexpr(self.shape.together):
+                sums[t * self.shape.warps + thread // WARP] = values[t]
 
     def place(self, tensor, row, token, column):
         """Where a piece is."""
