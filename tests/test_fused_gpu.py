@@ -16,7 +16,7 @@ from test_fused_reference import WIDE, RoundedHistory, fresh
 
 import replayssm_cute
 from replayssm_cute import compiler, target
-from replayssm_cute.fused import launches
+from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.overlap import Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem, layer_problem
 from replayssm_cute.fused.reference import decode_step_reference
@@ -177,6 +177,26 @@ def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> 
         torch.cuda.synchronize()
         outs.append([t.clone() for t in kept])
         assert all(torch.isfinite(t).all() for t in kept)
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_other_cuts_give_the_same_bits(batch: int) -> None:
+    """Convs of several rows a thread, norms of several tokens a CTA."""
+    problem = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
+    call = on_gpu(random_layer_call(problem, batch, padding=(3,) if batch > 3 else (), wide=8))
+    conv = shapes.conv_shape(problem, 64, chained=True, pdl=False)
+    norm = shapes.norm_shape(problem, chained=True)
+    outs = []
+    for vector, rows, together in ((8, 1, 1), (8, 2, 2), (4, 2, 4), (4, 4, 1)):
+        own = copied(call)
+        made = launches.make(
+            problem, batch, torch.cuda.current_device(), overlap=Overlap.INNER,
+            conv=dataclasses.replace(conv, vector=vector, rows=rows), norm=dataclasses.replace(norm, together=together),
+        )  # fmt: skip
+        made.launch(own)
+        outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 

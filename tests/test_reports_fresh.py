@@ -1,5 +1,8 @@
 """Committed results belong to the kernels in the tree: each records the fingerprint of the sources it was made with.
 
+Times of whole decode steps record that of the conv's and the norm's too, and the machine code of both: sources that
+compile to the same code as those that were timed are as good.
+
 A report that is kept for the record says `"historical": true` at its top level; a table never may, since the run
 time would not use it.
 """
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replayssm_tuning import layer_report
 
 from replayssm_cute import fingerprint
 
@@ -40,6 +44,8 @@ def complaint(path: Path, *, may_be_historical: bool) -> str | None:
         return f"is no JSON: {error}"
     if isinstance(data, dict) and data.get("historical") is True:
         return None if may_be_historical else 'says "historical", which a table may not be: remove it'
+    if isinstance(data, dict) and "layer_kernel_fingerprint" in data:
+        return layer_complaint(data)
     found = set(recorded(data))
     now = fingerprint.kernels()
     if not found:
@@ -47,6 +53,16 @@ def complaint(path: Path, *, may_be_historical: bool) -> str | None:
     if found != {now}:
         others = ", ".join(sorted(str(f)[:12] for f in found - {now}))
         return f"was made with kernels {others}, the sources are now {now[:12]}"
+    return None
+
+
+def layer_complaint(data: dict[str, Any]) -> str | None:
+    """What is wrong with times of decode steps, or with a table made from them."""
+    if "machine_code" in data:
+        return layer_report.stale_reason(data)
+    for key, group in (("kernel_fingerprint", "step"), ("layer_kernel_fingerprint", "fused")):
+        if data.get(key) != fingerprint.kernels(group):
+            return f"was made with {group} kernels {str(data.get(key))[:12]}, now {fingerprint.kernels(group)[:12]}"
     return None
 
 
@@ -63,7 +79,7 @@ def complaints(root: Path, reports: Iterable[Path], tables: Iterable[Path]) -> l
 def test_results_in_the_tree_are_fresh() -> None:
     mine = ROOT / "reports" / "tune"  # what `make tune` left here; never committed
     reports = (p for p in (ROOT / "reports").rglob("*.json") if mine not in p.parents)
-    stale = complaints(ROOT, reports, TABLES.glob("*.json"))
+    stale = complaints(ROOT, reports, TABLES.rglob("*.json"))
     assert not stale, (
         "these results do not belong to the kernels in the tree; make them again, or, for a report kept for the "
         'record, add "historical": true at its top level:\n  ' + "\n  ".join(stale)

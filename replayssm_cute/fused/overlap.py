@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 SCHEMA = 1
 _SAME = ("heads", "head_dim", "d_state", "groups", "tokens", "window", "state_dtype", "io_dtype")
-MARGIN = 0.02  # samples of one entrant spread by up to this much: less is no difference
+MARGIN = 0.02  # samples of one chain spread by 1 to 3%: medians that differ by less are alike
 FOLDER = Path(tables.__file__).parent / "overlap"
 
 

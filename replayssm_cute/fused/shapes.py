@@ -20,7 +20,7 @@ class ConvShape:
         channels, tokens, ring_rows: of the problem.
         io_dtype, weight_dtype, bias_dtype, index_dtype: short dtype names; None where the tensor is absent.
         vector: 2, 4 or 8.
-        rows: batch rows of a thread, which read the weights once; 1, 2 or 4. No rule takes more than one yet: unmeasured.
+        rows: batch rows of a thread, which read the weights once: 1, 2 or 4. Unmeasured: no rule takes more than one.
         threads: of a CTA.
         triggers: whether the next kernel may start before this one ends.
         pdl: whether this one may start before its predecessor ends.
