@@ -26,7 +26,7 @@ from replayssm_cute.reference import checkpointing_ssu_reference
 Step = Callable[[Call], None]
 
 # How far apart FlashInfer's results and ours may be. Behind each, what a run of four of the problems on an H200 found.
-# FlashInfer narrows the state and the weights of ring rows to bf16: a model of that in float64 gives 2.6e-3 for "out".
+# A float64 model with the state and the weights of ring rows rounded to bf16 gives 2.6e-3 for "out" too.
 LIMITS = {
     "out": 3.2e-3,  # 2.55e-3 to 2.78e-3
     # Each row's norm taken as the tensor's rms row at least: where terms cancel, errors have the size of the terms, and
