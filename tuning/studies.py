@@ -57,8 +57,6 @@ WINDOW_BATCHES = (16, 256)
 WINDOWS = (8, 16, 24, 32, 48, 64)
 METHOD = "CUDA graph, cold L2, rows by quota; entrants in interleaved rounds"
 GOALS = {"ragged": 1.05, "live rows, W 32": 1.10}  # of times over the group's first
-# A small batch takes many slot sets, so that its flush share is the mix's: W 64 flushes one row in 25.
-MIN_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --device: got {args.device}, this machine has {found} CUDA devices", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 210)
-    runner = BenchRunner(args.device, Policy(min_rows=MIN_ROWS).to_json())
+    runner = BenchRunner(args.device, Policy().to_json())
     studies, budget = Studies(runner, args.race), Budget(args.budget)
     groups = [g for n in names for g in STUDIES[n]()]
     studies.compile(groups, args.workers or len(os.sched_getaffinity(0)))
