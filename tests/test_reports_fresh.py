@@ -23,17 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "replayssm_cute" / "tables"
 
 
-def recorded(data: Any) -> Iterator[Any]:
-    """Every value of a "kernel_fingerprint" key, at any depth."""
+def recorded(data: Any, name: str = "kernel_fingerprint") -> Iterator[Any]:
+    """Every value of a key of that name, at any depth."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key == "kernel_fingerprint":
+            if key == name:
                 yield value
             else:
-                yield from recorded(value)
+                yield from recorded(value, name)
     elif isinstance(data, list):
         for value in data:
-            yield from recorded(value)
+            yield from recorded(value, name)
 
 
 def complaint(path: Path, *, may_be_historical: bool) -> str | None:
@@ -53,6 +53,10 @@ def complaint(path: Path, *, may_be_historical: bool) -> str | None:
     if found != {now}:
         others = ", ".join(sorted(str(f)[:12] for f in found - {now}))
         return f"was made with kernels {others}, the sources are now {now[:12]}"
+    of_cache, cache_now = set(recorded(data, "cache_kernel_fingerprint")), fingerprint.kernels("cache")
+    if of_cache - {cache_now}:
+        others = ", ".join(sorted(str(f)[:12] for f in of_cache - {cache_now}))
+        return f"was made with cache kernels {others}, the sources are now {cache_now[:12]}"
     return None
 
 
@@ -98,13 +102,20 @@ def test_results_in_the_tree_are_fresh() -> None:
         ('{"kernel_fingerprint": "0123", "historical": "yes"}', "made with kernels 0123"),
         ('{"us": 3.0}', "records no"),
         ("[]", "records no"),
+        ('{"kernel_fingerprint": "NOW", "cache_kernel_fingerprint": "CACHE"}', None),
+        ('{"kernel_fingerprint": "NOW", "cache_kernel_fingerprint": "0123456789abcdef"}', "cache kernels 0123456789ab"),
+        ('{"kernel_fingerprint": "NOW", "layer_kernel_fingerprint": "FUSED"}', None),
+        ('{"kernel_fingerprint": "NOW", "layer_kernel_fingerprint": "0123"}', "was made with fused kernels 0123, now"),
+        ('{"kernel_fingerprint": "0123", "layer_kernel_fingerprint": "FUSED"}', "was made with step kernels 0123, now"),
         ('{"kernel_fingerprint": ', "is no JSON"),
     ],
 )
 def test_what_is_said_of_a_report(tmp_path: Path, text: str, said: str | None) -> None:
     path = tmp_path / "reports" / "deep" / "r.json"
     path.parent.mkdir(parents=True)
-    path.write_text(text.replace("NOW", fingerprint.kernels()))
+    for name, group in (("NOW", "step"), ("CACHE", "cache"), ("FUSED", "fused")):
+        text = text.replace(name, fingerprint.kernels(group))
+    path.write_text(text)
     lines = complaints(tmp_path, (tmp_path / "reports").rglob("*.json"), [])
     assert len(lines) == (said is not None)
     if said is not None:
