@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .api import checkpointing_ssu, explain, prepare, use_tables
     from .cache import CacheSpec, LogicalState, ReplayCache, slots_that_fit
     from .config import TileConfig
+    from .fused.api import decode_step
     from .graphs import DecodeGraphs, GraphInput, NotCaptured
     from .plan import Plan
     from .problem import Problem
@@ -34,6 +35,7 @@ _HOME = {
     "TileConfig": "config",
     "checkpointing_ssu": "api",
     "commit": "ring",
+    "decode_step": "fused.api",
     "explain": "api",
     "prepare": "api",
     "slots_that_fit": "cache",
@@ -53,6 +55,7 @@ __all__ = [
     "__version__",
     "checkpointing_ssu",
     "commit",
+    "decode_step",
     "explain",
     "prepare",
     "slots_that_fit",

@@ -19,6 +19,7 @@ _GROUPS = {
     "step": ("kernels", ("ring.py", "config.py", "problem.py", "dtypes.py", "rounding.py")),
     "sm100": ("kernels/sm100", ("sm100.py",)),
     "cache": ("cache/kernels", ("ring.py", "dtypes.py", "kernels/primitives.py", "cache/shapes.py")),
+    "fused": ("fused/kernels", ("fused/shapes.py", "dtypes.py", "config.py", "kernels/primitives.py")),
 }
 _DSL_WHEELS = (
     "nvidia-cutlass-dsl",
@@ -67,7 +68,7 @@ def kernel_sources(group: str = "step") -> dict[str, bytes]:
     """The sources that shape a group's generated code, by path relative to the package, with forward slashes.
 
     Groups: "step", the kernels of a decode step, which tuned tables are measured with; "sm100", what the Blackwell
-    step kernel adds to them; "cache", those between steps.
+    step kernel adds to them; "cache", those between steps; "fused", the conv and the norm of a decode step.
     """
     folder, others = _GROUPS[group]
     paths = [_PACKAGE / name for name in others] + sorted((_PACKAGE / folder).glob("*.py"))

@@ -201,6 +201,18 @@ def read_cubin(elf: bytes, dynamic_shared_bytes: int = 0) -> Resources:
         raise ValueError(f"cubin: damaged ({error!r})") from error
 
 
+def code(elf: bytes) -> bytes:
+    """The machine code of the one kernel in a cubin.
+
+    Raises:
+        ValueError: if this is no cubin with exactly one kernel.
+    """
+    found = [s.data for s in _sections(elf) if s.name.startswith(".text.")]
+    if len(found) != 1:
+        raise ValueError(f"cubin: found {len(found)} kernels, expected 1")
+    return found[0]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Disassembly
 # ---------------------------------------------------------------------------------------------------

@@ -1,34 +1,40 @@
-"""FlashInfer's `checkpointing_ssu` as an oracle: on the same inputs, it and ours agree within both error bounds.
+"""FlashInfer's `checkpointing_ssu` as an oracle: on the same inputs, its results and ours are this far apart at most.
 
-Shares no code with this project, so that a misreading of the operation shows here and nowhere else. Needs a GPU and
+Shares no code with this project, so that a misreading of the operation shows here and nowhere else. The two are
+compared with each other, not each with the reference, and the limits are fixed: about what the roundings of FlashInfer
+0.7.4 cost. How exact ours is, the tests of the step say, which hold it to float64. Needs a GPU and
 flashinfer-python; problems that an installation has no compiled library for are skipped by name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
 from fakes import SMALL
-from gpu_kernels import ready
 from replayssm_tuning import peers
 
 import replayssm_cute
-from replayssm_cute import compare
+from replayssm_cute import tables, target
 from replayssm_cute.calls import Call, random_call
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 Step = Callable[[Call], None]
 
-# Of FlashInfer 0.7.4 against float64. Outputs: 2.3e-3 measured on an H200, as it narrows the state to bf16 for the MMA;
-# flushed f32 states 5.3e-4. Its worst row, token and head, and its dt, have not been measured: room is left for them.
-THEIRS = {
-    "f32": compare.Bounds(out=2.6e-3, out_worst=1.2e-2, state=8e-4, dt=1e-4),
-    "bf16": compare.Bounds(out=2.6e-3, out_worst=1.2e-2, state=2.5e-3, dt=1e-4),
+# How far apart FlashInfer's results and ours may be. Behind each, what a run of four of the problems on an H200 found.
+# A float64 model with the state and the weights of ring rows rounded to bf16 gives 2.6e-3 for "out" too.
+LIMITS = {
+    "out": 3.2e-3,  # 2.55e-3 to 2.78e-3
+    # Each row's norm taken as the tensor's rms row at least: where terms cancel, errors have the size of the terms, and
+    # the row's own size says nothing (rows differed by up to 0.28 of that). Not measured: the model gives 5.7e-3.
+    "out_row": 8e-3,
+    "dt": 2e-4,  # 7.9e-5 to 1.07e-4: log(1 + e^v) in f32 alone loses 5.9e-5 of e^v at v = -7
 }
+STATE_LIMITS = {"f32": 2e-3, "bf16": 3.2e-3}  # 1.18e-3 to 1.65e-3; 2.70e-3: both round to bf16
 PROBLEMS = [
     Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16),
     Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, state_dtype="bf16"),
@@ -45,15 +51,19 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-def ratio(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, dims: tuple[int, ...] | None = None) -> float:
-    """||a - b|| / ||scale||, the largest of those over `dims`."""
-    sizes = [t.double().square() for t in (a.double() - b.double(), scale)]
-    difference, size = (t.sum() if dims is None else t.sum(dims) for t in sizes)
-    return float((difference / size.clamp_min(1e-60)).sqrt().max())
+def apart(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> float:
+    """||a - b|| / ||scale||."""
+    return float((a.double() - b.double()).norm() / scale.double().norm())
 
 
-def disagreement(problem: Problem, before: Call, ours: Call, theirs: Call) -> dict[str, float]:
-    """In what two steps on the same inputs differ, each as a share of what both error bounds allow together.
+def rows_apart(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> float:
+    """The largest ||a - b|| of a (row, token, head) over its scale's norm, but at least the rms of all such norms."""
+    norms = scale.double().norm(dim=-1)
+    return float(((a.double() - b.double()).norm(dim=-1) / norms.clamp_min(norms.square().mean().sqrt())).max())
+
+
+def distances(problem: Problem, before: Call, ours: Call, theirs: Call) -> dict[str, float]:
+    """How far apart two steps on the same inputs are, over the exact results' sizes; names are those of the limits.
 
     Raises:
         AssertionError: where what must be equal bit for bit is not.
@@ -75,31 +85,32 @@ def disagreement(problem: Problem, before: Call, ours: Call, theirs: Call) -> di
         assert same_bits(call.state[kept], before.state[kept]), f"state: {name} wrote a slot that does not flush"
         for cursor in ("ring_start", "prev_num_accepted_tokens"):
             assert torch.equal(getattr(call, cursor), getattr(before, cursor)), f"{cursor}: moved by {name}"
-    mine, other = compare.bounds(problem), THEIRS[problem.state_dtype]
-    a, b, scale = ours.out[live_row], theirs.out[live_row], exact.out[live_row]
-    found = {
-        "out": ratio(a, b, scale) / (mine.out + other.out),
-        "out_worst": ratio(a, b, scale, (-1,)) / (mine.out_worst + other.out_worst),
-        "dt": float(((ours.dt_cache - theirs.dt_cache).abs() / exact.dt_cache.abs().clamp_min(1e-30)).max())
-        / (mine.dt + other.dt),
-    }
+    outputs = ours.out[live_row], theirs.out[live_row], exact.out[live_row]
+    dt = (ours.dt_cache - theirs.dt_cache).abs() / exact.dt_cache.abs().clamp_min(1e-30)
+    found = {"out": apart(*outputs), "out_row": rows_apart(*outputs), "dt": float(dt.max())}
     flushed = live[flush]
     if len(flushed):
-        states = ours.state[flushed], theirs.state[flushed], exact.state[flushed]
-        found["state"] = ratio(*states) / (mine.state + other.state)
+        found["state"] = apart(ours.state[flushed], theirs.state[flushed], exact.state[flushed])
     return found
 
 
+def too_far(problem: Problem, found: dict[str, float]) -> list[str]:
+    """The distances beyond their limits, in words; NaN is beyond all."""
+    limits = {**LIMITS, "state": STATE_LIMITS[problem.state_dtype]}
+    return [
+        f"{name}: {value:.2e}, limit {limits[name]:g}" for name, value in found.items() if not value <= limits[name]
+    ]
+
+
 def decode(problem: Problem, ours: Step, theirs: Step, device: str, steps: int) -> dict[str, float]:
-    """The largest disagreements over steps whose cursors evolve; every step begins with the same bytes for both."""
+    """The largest distances over steps whose cursors evolve; every step begins with the same bytes for both."""
     counts = [*range(problem.window + 1), 0, 0]
     call = random_call(
         problem, len(counts), pnat=counts, padding=(17, 18), dead=0.0, seed=0, device=torch.device(device)
     )
     assert call.state_batch_indices is not None
     gen, numbers = torch.Generator().manual_seed(1), torch.Generator(device).manual_seed(2)
-    worst: dict[str, float] = {}
-    flushes = 0
+    found: dict[str, list[float]] = {}
     for _ in range(steps):
         for t in (call.x, call.B, call.C):
             t.normal_(generator=numbers)
@@ -107,16 +118,15 @@ def decode(problem: Problem, ours: Step, theirs: Step, device: str, steps: int) 
         before, other = call.clone(), call.clone()
         ours(call)
         theirs(other)
-        found = disagreement(problem, before, call, other)
-        flushes += "state" in found
-        worst = {name: max(found.get(name, 0.0), worst.get(name, 0.0)) for name in {**found, **worst}}
+        for name, value in distances(problem, before, call, other).items():
+            found.setdefault(name, []).append(value)
         replayssm_cute.commit(
             call.ring_start, call.prev_num_accepted_tokens, call.state_batch_indices,
             torch.randint(0, problem.tokens + 1, (len(counts),), generator=gen).to(call.ring_start),
             tokens=problem.tokens, window=problem.window,
         )  # fmt: skip
-    assert flushes
-    return worst
+    assert "state" in found, "no step flushed"
+    return {name: float(torch.tensor(values).max()) for name, values in found.items()}  # NaN stays NaN
 
 
 def ours(call: Call) -> None:
@@ -129,8 +139,10 @@ def test_flashinfer_and_ours_agree(problem: Problem, monkeypatch: pytest.MonkeyP
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("flashinfer-python is not installed")
     if (version := peers.installed()["flashinfer"]) != peers.REFINED_VERSION:
-        pytest.skip(f"flashinfer-python is {version}; the bounds are those of {peers.REFINED_VERSION}")
+        pytest.skip(f"flashinfer-python is {version}; the limits are those of {peers.REFINED_VERSION}")
     default = next(v for v in peers.variants(problem, 19, torch.device("cuda")) if v.default)
+    # one config, compiled alone: the tests of the step run them all
+    config = tables.choose(problem, 19, target.of_device(torch.cuda.current_device())).config
 
     def theirs(call: Call) -> None:
         try:
@@ -141,12 +153,14 @@ def test_flashinfer_and_ours_agree(problem: Problem, monkeypatch: pytest.MonkeyP
             raise
         torch.cuda.synchronize()
 
+    def served(call: Call) -> None:
+        replayssm_cute.checkpointing_ssu(**call.kwargs(), config=config)
+
     theirs(random_call(problem, 2, dead=0.0, device="cuda"))  # is there a library at all
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
-    ready(problem)
-    found = decode(problem, ours, theirs, "cuda", steps=8)
-    print(problem.label(), {name: round(share, 3) for name, share in found.items()})
-    assert max(found.values()) <= 1, f"shares of both bounds together: {found}"
+    found = decode(problem, served, theirs, "cuda", steps=3)
+    print(problem.label(), config.label(), {name: f"{value:.2e}" for name, value in found.items()})
+    assert not too_far(problem, found)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -186,12 +200,54 @@ def no_skip(call: Call) -> None:
     checkpointing_ssu_reference(**{**call.kwargs(), "D": None})
 
 
+def changed(largest: bool, share: float) -> Step:
+    """A step whose largest or smallest (row, token, head) is off by a share of the rms one."""
+
+    def run(call: Call) -> None:
+        checkpointing_ssu_reference(**call.kwargs())
+        norms = call.out[:17].float().norm(dim=-1)
+        chosen = norms.argmax() if largest else norms.argmin()
+        row = call.out[:17].view(-1, call.out.shape[-1])[chosen]
+        row *= 1 + share * float(norms.square().mean().sqrt() / norms.flatten()[chosen])
+
+    return run
+
+
+def drifting(state: float = 1.0, dt: float = 1.0, out: float = 1.0) -> Step:
+    """A step whose flushed states, processed dt or outputs are all off by a factor."""
+
+    def run(call: Call) -> None:
+        before = call.clone()
+        checkpointing_ssu_reference(**call.kwargs())
+        for name, factor in (("state", state), ("dt_cache", dt)):
+            was, now = getattr(before, name), getattr(call, name)
+            now.copy_(torch.where(was == now, now, now * factor))
+        call.out *= out
+
+    return run
+
+
 SMALL_16 = Problem(heads=SMALL.heads, head_dim=64, d_state=64, groups=2, tokens=2, window=16)
+SMALL_BF16 = dataclasses.replace(SMALL_16, state_dtype="bf16")
 
 
-def test_a_peer_that_narrows_the_state_agrees() -> None:
-    found = decode(SMALL_16, ours, narrowed, "cpu", steps=4)
-    assert 0.05 < found["out"] < 1 and max(found.values()) < 1
+def test_a_peer_that_narrows_the_state_is_near() -> None:
+    found = decode(SMALL_16, ours, narrowed, "cpu", steps=3)
+    assert not too_far(SMALL_16, found)
+    assert found["out"] > 0.2 * LIMITS["out"] and found["out_row"] > 0.2 * LIMITS["out_row"], "the limits are near"
+    assert found["state"] == found["dt"] == 0
+
+
+def test_a_small_row_is_held_to_the_size_of_the_others() -> None:
+    """What rounding leaves of terms that cancel is no slip, though it is more than 1% of the row here."""
+    peer = changed(largest=False, share=0.004)
+    call = random_call(SMALL_16, 19, padding=(17, 18), dead=0.0)
+    right = call.clone()
+    peer(call)
+    ours(right)
+    off = (call.out - right.out)[:17].float().norm(dim=-1) / right.out[:17].float().norm(dim=-1)
+    assert float(off.max()) > 0.01
+    assert not too_far(SMALL_16, decode(SMALL_16, ours, peer, "cpu", steps=3))
 
 
 @pytest.mark.parametrize(
@@ -207,5 +263,21 @@ def test_a_peer_with_other_bytes_is_seen(peer: Step, said: str) -> None:
         decode(SMALL_16, ours, peer, "cpu", steps=1)
 
 
-def test_a_peer_with_other_numbers_is_seen() -> None:
-    assert decode(SMALL_16, ours, no_skip, "cpu", steps=1)["out"] > 10
+@pytest.mark.parametrize(
+    ("problem", "peer", "seen"),
+    [
+        (SMALL_16, no_skip, {"out", "out_row"}),
+        (SMALL_16, drifting(out=1.004), {"out"}),
+        (SMALL_16, changed(largest=True, share=0.025), {"out_row"}),
+        (SMALL_16, changed(largest=False, share=0.015), {"out_row"}),
+        (SMALL_16, drifting(state=1.003), {"state"}),
+        (SMALL_BF16, drifting(state=1.006), {"state"}),
+        (SMALL_16, drifting(dt=1.0003), {"dt"}),
+        (SMALL_16, drifting(out=float("nan")), {"out", "out_row"}),
+        (SMALL_16, drifting(state=float("nan")), {"state"}),
+        (SMALL_16, drifting(dt=float("nan")), {"dt"}),
+    ],
+)  # fmt: skip
+def test_a_peer_with_other_numbers_is_seen(problem: Problem, peer: Step, seen: set[str]) -> None:
+    found = decode(problem, ours, peer, "cpu", steps=2)
+    assert {line.split(":")[0] for line in too_far(problem, found)} == seen, found

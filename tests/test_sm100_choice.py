@@ -198,7 +198,7 @@ def test_configs_that_cannot_run(config: Sm100Config, reason: str) -> None:
 
 def test_every_resident_cta_finds_tensor_memory() -> None:
     """An allocation that has to wait for another CTA's end would be slow; none that can be resident may have to."""
-    small = dataclasses.replace(SUPER, d_state=64, state_dtype="bf16", heads=128, groups=1)
+    small = dataclasses.replace(SUPER, d_state=64, state_dtype="bf16", heads=128, groups=1, tokens=1, window=8)
     for turns in (1, 2, 4, 8, 16, 32):
         config = Sm100Config.of(small, turns=turns)
         assert tensor_columns(config) >= 16 * turns and tensor_columns(config) in (32, 64, 128, 256, 512)

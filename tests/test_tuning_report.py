@@ -54,6 +54,22 @@ def test_plots_are_two_panels_wide_whatever_the_number_of_workloads(tmp_path: Pa
         assert width(drawn.path) < 1700, kind
 
 
+@pytest.mark.parametrize(
+    "winner",
+    [
+        TileConfig(4, 2, parallel_heads=2, tail_rows=8),
+        TileConfig(tiles_per_warp=4, head_split=1),
+        TileConfig(2, 1, 2, "whole", ctas_per_sm=3),
+    ],
+    ids=TileConfig.label,
+)
+def test_every_kind_of_winner_can_be_drawn(winner: TileConfig, tmp_path: Path) -> None:
+    timed = (Candidate(winner, 9.0), Candidate(DEFAULT, 10.0))
+    cells = [cell(batch=1), dataclasses.replace(cell(batch=8), candidates=timed)]
+    drawn = plots.draw_all(results_of(*cells), tmp_path, "x")
+    assert all(d.path.is_file() for d in drawn.values())
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int) -> None:
     # one label for all: what tells workloads apart is the problem

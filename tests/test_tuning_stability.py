@@ -7,12 +7,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from rank_sweep import Pretended
-from replayssm_tuning import cli, on_device
+from replayssm_tuning import cli, on_device, progress
 from replayssm_tuning.results import Candidate, CellResult, Results
 from replayssm_tuning.stability import Stability
 from replayssm_tuning.sweep import SweepError, _merge
@@ -136,6 +138,41 @@ def test_a_repeated_sweep_reports_flips_and_resumes(folder: Path, capsys: pytest
     (folder / "out" / f"{stem}.stability.json").write_text("[]")
     assert cli.main(["report", "out"]) == 1
     assert f"{stem}.stability.json: no stability" in capsys.readouterr().err
+
+
+def test_all_repeats_have_the_same_time_for_their_cells(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first one compiles: its winners would else come of fewer candidates, and a flip say nothing."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Compiler):
+        def __call__(
+            self, items: list[compiler.Item], workers: int, progress: Callable[[compiler.Done, int, int], None]
+        ) -> list[compiler.Done]:
+            def finished(done: compiler.Done, count: int, total: int) -> None:
+                now[0] += 2.0
+                progress(done, count, total)
+
+            return super().__call__(items, workers, finished)
+
+    class Timed(Pretended):
+        timed: ClassVar[dict[int, int]] = {}
+
+        def __init__(self, make: object, args: tuple[int, dict[str, Any]], **more: object) -> None:
+            super().__init__(make, args, **more)
+            self.seed = args[1]["seed"]
+
+        def call(self, name: str, /, *, timeout_s: float, **kwargs: Any) -> Any:
+            now[0] += 1.0 if name == "time" else 0.0
+            self.timed[self.seed] = self.timed.get(self.seed, 0) + (name == "time")
+            return super().call(name, timeout_s=timeout_s, **kwargs)
+
+    monkeypatch.setattr(compiler, "compile_many", Slow())
+    monkeypatch.setattr(on_device, "Worker", Timed)
+    options = ["--repeat", "3", "--budget", "30s", "--no-peers"]
+    assert cli.main(["sweep", "--plan", "small.toml", "--out", "out", *options]) == 0
+    assert set(Timed.timed) == {0, 1, 2} and len(set(Timed.timed.values())) == 1, Timed.timed
+    assert Timed.timed[0] > 10
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import test_tuning_bench
 import torch
-from replayssm_tuning import acceptance, studies
+from replayssm_tuning import acceptance, studies, studies_report
 from replayssm_tuning.bench_device import BenchRunner
 from replayssm_tuning.policy import Policy
 
@@ -132,6 +132,68 @@ def test_the_command_writes_what_it_measured(
         ]
     said = capsys.readouterr().out
     assert "1.05" in said and "wrote" in said
+
+
+def test_the_page_is_drawn_again_from_the_json(
+    command: BenchRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert studies.main(["--out", str(tmp_path)]) == 0
+    drawn = ("studies.md", "ratios.png", "windows.png")
+    first = {name: (tmp_path / name).read_bytes() for name in drawn}
+    assert all(first["studies.md"].count(name.encode()) == 1 for name in drawn[1:])
+    data = json.loads((tmp_path / "studies.json").read_text())
+    for name in drawn:
+        (tmp_path / name).unlink()
+    assert studies.main(["--redraw", str(tmp_path / "studies.json")]) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in drawn} == first
+    for row in data["rows"]:
+        row["time_us"] += 1000
+    (tmp_path / "studies.json").write_text(json.dumps(data))
+    assert studies.main(["--redraw", str(tmp_path / "studies.json")]) == 0
+    assert all((tmp_path / name).read_bytes() != first[name] for name in ("studies.md", "windows.png"))
+    for text in ("", "{}", '{"rows": []}', '{"rows": [1], "manifest": {}}'):
+        (tmp_path / "odd.json").write_text(text)
+        assert studies.main(["--redraw", str(tmp_path / "odd.json")]) == 1
+        assert "odd.json: no results of studies" in capsys.readouterr().err
+
+
+def row(
+    study: str, problem: str, batch: int, entrant: str, us: float, over: float = 1.0, **more: object
+) -> dict[str, object]:
+    return {"study": study, "load": "uniform", "problem": problem, "batch": batch, "entrant": entrant, "time_us": us,
+            "over_first": over, "goal": None, "slot_bytes": 4096, "ring_bytes": 1024, **more}  # fmt: skip
+
+
+def test_the_page_has_every_time_and_marks_what_misses_its_goal() -> None:
+    dense, packed = "64x64x64/1 f32 T4 W16", "64x64x64/1 f32 T4 W16 ragged"
+    rows = [
+        row("ragged", dense, 1, "dense", 4.0),
+        row("ragged", packed, 1, "ragged", 4.1, 1.025, goal=1.05),
+        row("ragged", dense, 8, "dense", 8.0),
+        row("ragged", packed, 8, "ragged", 8.8, 1.1, goal=1.05),
+        row("windows", dense, 8, "W 16", 8.0),
+        row("windows", "64x64x64/1 f32 T4 W8", 8, "W 8", 6.0, 0.75, slot_bytes=3072, ring_bytes=512),
+    ]
+    data = {"rows": rows, "notes": ["half of it"], "manifest": {"kernel_fingerprint": "f" * 64, "gpu_name": "G",
+            "arch": "sm_90a", "date": "2026-01-01T00:00"}}  # fmt: skip
+    page = studies_report.page(data)
+    for line in (
+        "| problem | batch | dense | ragged | / dense |",
+        "| 64x64x64/1 f32 T4 | 1 | 4.00 | 4.10 | 1.025 |",
+        "| 64x64x64/1 f32 T4 | 8 | 8.00 | 8.80 | **1.100** |",
+        "| uniform | 64x64x64/1 f32 T4 | 8 | **6.00** | 8.00 |",
+        "| 64x64x64/1 f32 T4 | 3 | 4 |",
+        "| of it the ring | 0 | 1 |",
+        "- half of it",
+    ):
+        assert f"{line}\n" in page, page
+    assert "equal live rows" not in page and "png" not in page
+
+
+def test_the_committed_page_is_that_of_its_json() -> None:
+    folder = Path(__file__).parent.parent / "reports" / "h200" / "studies"
+    data = studies_report.load(folder / "studies.json")
+    assert (folder / "studies.md").read_text() == studies_report.page(data, ["ratios.png", "windows.png"])
 
 
 def test_a_tuned_group_takes_the_fastest_config(

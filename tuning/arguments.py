@@ -142,8 +142,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="measure N times with fresh seeds, each with the whole budget, and report how often winners flip and "
-        "what that costs; the table is the first one's",
+        help="measure N times with fresh seeds, each with the whole budget (compilation comes before, with half of one "
+        "at most), and report how often winners flip and what that costs; the table is the first one's",
     )
     sweep.add_argument(
         "--merge-into", type=Path, metavar="FILE", help="add the winners to this table file, which others may share"

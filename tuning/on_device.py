@@ -39,7 +39,8 @@ def measure(
 
     Args:
         mixes: race the finalists of each cell under other acceptance lengths too.
-        repeats: measure so many times, each with the whole budget and a seed of its own; the first one compiles, and
+        repeats: measure so many times, each with the whole budget and a seed of its own. The first one compiles,
+            which more than one do not have to share a budget with, so that all have the same time for their cells; it
             alone times peers, floors and other mixes.
 
     Raises:
@@ -59,7 +60,9 @@ def measure(
         with Worker(DeviceRunner, (device, seeded.to_json()), log=log, startup_s=_STARTUP_S) as worker:
             session = Session(ctx, worker, seeded, device)
             first = number == 0
-            found.append(session.run(peers and first, floors=first, mixes=mixes and first, compiled=compiled))
+            found.append(
+                session.run(peers and first, floors=first, mixes=mixes and first, compiled=compiled, apart=repeats > 1)
+            )
             compiled = session.cells.compiled
     return found
 
@@ -102,7 +105,13 @@ class Session:
         return found
 
     def run(
-        self, peers: bool, *, floors: bool = True, mixes: bool = False, compiled: Compiled | None = None
+        self,
+        peers: bool,
+        *,
+        floors: bool = True,
+        mixes: bool = False,
+        compiled: Compiled | None = None,
+        apart: bool = False,
     ) -> Results:
         """Compile, measure and decide.
 
@@ -110,6 +119,7 @@ class Session:
             peers, floors: time them beside.
             mixes: race the finalists of each cell under other acceptance lengths too.
             compiled: what an earlier run of the same sweep compiled: exactly these candidates are measured.
+            apart: compilation has a budget of its own: the time for the cells is counted from its end.
         """
         ctx, target, cells, policy = self.ctx, self.target, self.cells, self.policy
         share = f", {ctx.ranks.size} of them sharing the cells" if ctx.ranks.several else ""
@@ -122,7 +132,11 @@ class Session:
         cells.read_gbs, method = self.read_limit(limit)
         cells.peers, cells.floors, cells.mixes = (self.peers if peers else {}), floors, mixes
         order = {w.problem: ranked(w, target, ctx.plan.batches, within=policy.prune) for w in ctx.plan.workloads}
-        cells.compiled = compiled if compiled is not None else self.compile(order)
+        if compiled is None:
+            compiled = self.compile(order)
+            if apart:
+                ctx.budget.restart()
+        cells.compiled = compiled
 
         parts = ctx.gather("the measurements", lambda: self.measure(order))
         wanted = {(w.problem, b): n for n, (w, b) in enumerate(self.all_cells())}

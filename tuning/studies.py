@@ -11,7 +11,8 @@ windows    W from 8 to 64 at equal acceptance, each in its own stationary mix: a
 
 Configs are those that a call gets (tables, else the default rule). In the study of windows each window also has those
 that the cost model thinks fastest for it (`--race`), and its time is the fastest one's: what a tuned table would give.
-Each kernel's numbers are checked before it is timed.
+Each kernel's numbers are checked before it is timed. A page with tables and plots is drawn from the JSON, again with
+`--redraw FILE`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from replayssm_cute import atomic, compiler, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
-from . import cost, manifest, peers, space
+from . import cost, manifest, peers, space, studies_report
 from .acceptance import Acceptance, Mix, read_histogram, stationary
 from .bench_device import BenchRunner
 from .plan import REALISTIC, SHIPPED, TuningPlan, Workload
@@ -57,8 +58,6 @@ WINDOW_BATCHES = (16, 256)
 WINDOWS = (8, 16, 24, 32, 48, 64)
 METHOD = "CUDA graph, cold L2, rows by quota; entrants in interleaved rounds"
 GOALS = {"ragged": 1.05, "live rows, W 32": 1.10}  # of times over the group's first
-# A small batch takes many slot sets, so that its flush share is the mix's: W 64 flushes one row in 25.
-MIN_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write(out: Path, studies: Studies, groups: Sequence[Group], budget: Budget, driver: str) -> list[Path]:
-    """Write studies.json, with the environment and the kernels' fingerprint, and studies.csv."""
+    """Write studies.json, with the environment and the kernels' fingerprint, studies.csv, the page and its plots."""
     runner = studies.runner
     problems = dict.fromkeys(e.problem for g in groups for e in g.entrants)
     plan = TuningPlan(
@@ -331,7 +330,7 @@ def write(out: Path, studies: Studies, groups: Sequence[Group], budget: Budget, 
     for row in studies.rows:
         writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
     atomic.write_text(files[1], text.getvalue())
-    return files
+    return [*files, *studies_report.write(studies_report.load(files[0]), out)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -347,18 +346,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--race", type=int, default=3, metavar="N", help="N more configs a window in the study of windows (default 3)"
     )
     parser.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
+    parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="draw page and plots of an earlier run's JSON again"
+    )
     args = parser.parse_args(argv)
+    if args.redraw is not None:
+        try:
+            found = studies_report.load(args.redraw)
+            made = studies_report.write(found, args.redraw.parent)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(*(f"wrote {file}" for file in made), sep="\n")
+        return 0
     names = [n.strip() for n in args.studies.split(",")]
     if args.race < 0:
         parser.error(f"--race: got {args.race}, expected a number of configs, or 0")
     if unknown := [n for n in names if n not in STUDIES]:
         parser.error(f"--studies: got {', '.join(unknown)}, expected some of {', '.join(STUDIES)}")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not 0 <= args.device < found:
-        print(f"error: --device: got {args.device}, this machine has {found} CUDA devices", file=sys.stderr)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 0 <= args.device < devices:
+        print(f"error: --device: got {args.device}, this machine has {devices} CUDA devices", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 210)
-    runner = BenchRunner(args.device, Policy(min_rows=MIN_ROWS).to_json())
+    runner = BenchRunner(args.device, Policy().to_json())
     studies, budget = Studies(runner, args.race), Budget(args.budget)
     groups = [g for n in names for g in STUDIES[n]()]
     studies.compile(groups, args.workers or len(os.sched_getaffinity(0)))

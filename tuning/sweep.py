@@ -67,8 +67,8 @@ def run(
         workers: compile processes (default: the CPUs this process may use, shared by the ranks of this node).
         retry: try again what failed in an earlier sweep.
         peers: time other implementations beside, where installed.
-        repeats: measure so many times with seeds of their own, each with the whole budget, and say how far they agree;
-            the table is the first one's.
+        repeats: measure so many times with seeds of their own, each with the whole budget (and compile before, with
+            its share of one more), and say how far they agree; the table is the first one's.
         whole_grid: time also what the cost model thinks slow (see `Policy.prune`).
         mixes: race the finalists of each cell under other acceptance lengths too.
         merge_into: a table file that gets the cells too; what it has of others stays.

@@ -1,0 +1,211 @@
+"""From a call's tensors to three launches: the conv, the step and the norm, overlapping as `overlap` says.
+
+A call is recognized by its tensors' shapes, strides and dtypes; a known one is launched without further checks but
+those that kernels make of their arguments. A first one is checked, and readies every kernel that other batch sizes of
+its problem may need: see `ready`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import compiler, plan
+from ..config import TileConfig
+from . import overlap as overlaps
+from . import proof
+from .overlap import Overlap
+from .problem import LayerCall, LayerProblem, layer_problem
+from .recipes import LayerRecipe
+from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape
+
+_LIMIT = 4096  # signatures kept
+
+_plans: dict[Hashable, LayerPlan] = {}
+_kernels: dict[tuple[LayerRecipe, int], compiler.Kernel] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A decode step that is ready to run.
+
+    Attributes:
+        problem: what was asked; its step's `pdl` is `overlap.chained`.
+        overlap: which kernels start early.
+        step: the checkpointing SSU's plan.
+        conv, norm: the kernels before and after it.
+    """
+
+    problem: LayerProblem
+    overlap: Overlap
+    step: plan.Plan
+    conv: compiler.Kernel
+    norm: compiler.Kernel
+
+    def launch(self, call: LayerCall) -> torch.Tensor:
+        """Run the step on a call of this problem, on the current stream of its device."""
+        for work in self.parts(call):
+            work[0](*work[1])
+        return call.out
+
+    def parts(self, call: LayerCall) -> tuple[tuple[compiler.Kernel, tuple[Any, ...]], ...]:
+        """Each launch of a call in order: a kernel and its arguments."""
+        scratch = call.scratch
+        if scratch is None:
+            scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels))
+        slots, pad = call.state_batch_indices, call.pad_slot_id
+        return (
+            (
+                self.conv,
+                (
+                    call.conv_inputs(), call.conv_cache, call.ring_start, call.prev_num_accepted_tokens,
+                    call.conv_weight, call.conv_bias, scratch, slots, pad,
+                ),
+            ),
+            (self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))),
+            (self.norm, (call.out, call.gate(), call.norm_weight, slots, float(call.eps), pad)),
+        )  # fmt: skip
+
+
+def run(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> torch.Tensor:
+    """Check and launch a decode step on CUDA tensors; arguments and errors as in `decode_step`."""
+    try:
+        signature = _signature(call, enable_pdl, config)
+        found = _plans.get(signature)
+    except (AttributeError, TypeError):  # some argument is no tensor, or cannot be a key; the checks say which
+        found = signature = None
+    device = call.state.get_device()
+    if device == plan.current_device():
+        return (found or _find(signature, call, enable_pdl, config)).launch(call)
+    with plan.on_device(device):
+        return (found or _find(signature, call, enable_pdl, config)).launch(call)
+
+
+def _signature(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> Hashable:
+    """What tells a checked call from one that has to be checked."""
+    given = (
+        call.projected, call.state, call.x_cache, call.B_cache, call.dt_cache, call.conv_cache, call.ring_start,
+        call.prev_num_accepted_tokens, call.conv_weight, call.A, call.norm_weight, call.out,
+    )  # fmt: skip
+    optional = (call.conv_bias, call.D, call.dt_bias, call.scratch, call.state_batch_indices)
+    there = [t for t in optional if t is not None]
+    aligned = [t for t in (call.conv_bias, call.scratch) if t is not None]
+    aligned += (*given[:4], given[5], given[8], *given[10:])
+    address = 0
+    for t in aligned:
+        address |= t.data_ptr()
+    return (
+        tuple((t.shape, t.stride(), t.dtype, t.device) for t in (*given, *there)),
+        tuple(t is None for t in optional),
+        address % 16,
+        # 1 equals True: only the class tells a bool
+        *((value, value.__class__) for value in (call.norm_groups, call.dt_softplus, enable_pdl)),
+        call.eps.__class__,
+        call.eps >= 0,
+        call.pad_slot_id.__class__,
+        config,
+    )
+
+
+def _find(signature: Hashable, call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> LayerPlan:
+    """The plan of a call that is not known, after every check of it."""
+    problem = layer_problem(call)
+    device = call.state.get_device()
+    made = make(problem, call.projected.shape[0], device, config=config, enable_pdl=enable_pdl)
+    with _lock:
+        if len(_plans) >= _LIMIT:
+            _plans.clear()
+        if signature is not None:
+            _plans[signature] = made
+    return made
+
+
+def forget() -> None:
+    """Forget all plans, for example after the tables changed; kernels stay loaded."""
+    with _lock:
+        _plans.clear()
+
+
+def make(
+    problem: LayerProblem,
+    batch: int,
+    device: int,
+    *,
+    config: TileConfig | None = None,
+    enable_pdl: bool = False,
+    overlap: Overlap | None = None,
+    conv: ConvShape | None = None,
+    norm: NormShape | None = None,
+) -> LayerPlan:
+    """The plan for `batch` rows of a problem on a device.
+
+    Outside a graph capture every kernel that other batch sizes may need is readied too.
+
+    Args:
+        config: forces the step's tile config.
+        enable_pdl: whether the conv may start while its predecessor runs.
+        overlap: forces which kernels start early; None takes what `overlap` knows.
+        conv, norm: force these kernels; None takes the rules of `shapes`.
+
+    Raises:
+        ValueError, RuntimeError: as `decode_step`.
+    """
+    others: tuple[Overlap, ...] = ()
+    if overlap is None:
+        target = plan.device_target(device)
+        overlap = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
+        if not compiler.capturing():
+            others = overlaps.candidates(problem.step, target, promised=enable_pdl)
+    for other in others:
+        if other is not overlap:
+            _chain(problem, batch, device, config, other, conv, norm)
+    return _chain(problem, batch, device, config, overlap, conv, norm)
+
+
+def _chain(
+    problem: LayerProblem,
+    batch: int,
+    device: int,
+    config: TileConfig | None,
+    overlap: Overlap,
+    conv: ConvShape | None,
+    norm: NormShape | None,
+) -> LayerPlan:
+    """The plan with a given overlap."""
+    chained, first = overlap.chained, overlap.first
+    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=chained))
+    for shape in conv_shapes(problem, chained=chained, pdl=first) if conv is None else (conv,):
+        if not compiler.capturing():
+            ready(LayerRecipe(shape), device)
+    chosen = conv_shape(problem, batch, chained=chained, pdl=first) if conv is None else conv
+    return LayerPlan(
+        problem,
+        overlap,
+        plan.make(problem.step, batch, device, config),
+        ready(LayerRecipe(chosen), device),
+        ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
+    )
+
+
+def ready(recipe: LayerRecipe, device: int) -> compiler.Kernel:
+    """A kernel whose code is on the device, and which gave right numbers there.
+
+    Raises:
+        RuntimeError: if it gave wrong ones; during a graph capture, if it has not been readied before.
+    """
+    name = (recipe, device)
+    kernel = _kernels.get(name)
+    if kernel is None:
+        if compiler.capturing():
+            raise compiler.not_ready(recipe)
+        with _lock, plan.on_device(device):
+            kernel = compiler.load(recipe, plan.device_target(device))
+            proof.prove(recipe, kernel, plan.tensor_device(device))
+            _kernels[name] = kernel
+    return kernel

@@ -1,0 +1,129 @@
+"""Is a conv or norm kernel right on this GPU? It is compared with the reference before it first serves in a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import compiler, dtypes, selfcheck
+from .recipes import LayerRecipe
+from .reference import conv_reference, norm_reference
+from .shapes import ConvShape, NormShape
+
+SLOTS, PAD = 7, -1
+HALF_ULP = {"bf16": 2.0**-8, "f16": 2.0**-11}  # relative, of a value just above a power of two
+
+
+def prove(recipe: LayerRecipe, kernel: compiler.Kernel, device: torch.device) -> None:
+    """Run a kernel on small tensors, so that its code is on the device, and compare what it wrote.
+
+    REPLAYSSM_SELFCHECK=0 leaves out the comparison.
+
+    Raises:
+        RuntimeError: naming the kernel and the tensor that differs.
+    """
+    shape = recipe.shape
+    call, expected = _conv_call(shape, device) if isinstance(shape, ConvShape) else _norm_call(shape, device)
+    before = {name: call[name].clone() for name in call if isinstance(call[name], torch.Tensor)}
+    kernel(*call.values())
+    if not selfcheck.enabled():
+        return
+    for name, old in before.items():
+        right = torch.equal(as_bits(call[name]), as_bits(old))
+        if name in expected:
+            right = (same if name == "conv_cache" else close)(call[name], expected[name])
+        if not right:
+            raise RuntimeError(f"self-check: {recipe.label()} gave wrong values in {name} on {device}")
+
+
+def as_bits(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers, so that NaN equals NaN."""
+    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all values are equal, NaN to NaN."""
+    return bool(((got == expected) | (got.isnan() & expected.isnan())).all())
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether 16-bit values are a float64 reference's, rounded once, from f32 sums a little off; NaN where it is."""
+    half = HALF_ULP[dtypes.NAME[got.dtype]]
+    scale = expected.abs().nan_to_num().amax(-1, keepdim=True)
+    right = (got.double() - expected).abs() <= 1.02 * half * expected.abs() + 1e-5 * scale
+    return bool((right | (expected.isnan() & got.isnan())).all())
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _rows(device: torch.device, index_dtype: str | None) -> tuple[torch.Tensor | None, int]:
+    """Slots of a batch, with padding of both kinds where there are slots, and its size."""
+    if index_dtype is None:
+        return None, 3
+    return torch.tensor([4, PAD, 0, -5, 6], dtype=dtypes.TORCH[index_dtype], device=device), 5
+
+
+def _conv_call(shape: ConvShape, device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Arguments of the kernel by name, and what it shall have written: NaN where nothing."""
+    io = dtypes.TORCH[shape.io_dtype]
+    slots, batch = _rows(device, shape.index_dtype)
+    window = shape.ring_rows - shape.tokens
+    wide = _random(batch, shape.tokens, shape.channels + 16, seed=1).to(io).to(device)
+    cache = _random(SLOTS, shape.ring_rows, shape.channels, seed=2).to(io)
+    start = torch.arange(SLOTS) * 5 % shape.ring_rows
+    pnat = torch.tensor([0, 3, 1, 2, window, 1, window // 2])
+    pnat = torch.minimum(pnat, torch.tensor(window))
+    age = (torch.arange(shape.ring_rows) - start[:, None] - pnat[:, None]) % shape.ring_rows
+    cache[age < shape.ring_rows - 3] = float("nan")  # all but the three rows that a conv reads
+    call: dict[str, Any] = {
+        "projected": wide[..., 8:-8],
+        "conv_cache": cache.to(device),
+        "ring_start": start.int().to(device),
+        "prev_num_accepted_tokens": pnat.int().to(device),
+        "conv_weight": _random(shape.channels, 4, seed=3).to(dtypes.TORCH[shape.weight_dtype]).to(device),
+        "conv_bias": None
+        if shape.bias_dtype is None
+        else _random(shape.channels, seed=4).to(dtypes.TORCH[shape.bias_dtype]).to(device),
+        "scratch": torch.full((batch, shape.tokens, shape.channels), float("nan"), dtype=io, device=device),
+        "state_batch_indices": slots,
+        "pad_slot_id": PAD,
+    }
+    expected = {name: call[name].double() for name in ("conv_cache", "scratch")}
+    conv_reference(
+        call["projected"],
+        expected["conv_cache"],
+        call["ring_start"],
+        call["prev_num_accepted_tokens"],
+        call["conv_weight"],
+        call["conv_bias"],
+        expected["scratch"],
+        slots,
+        PAD,
+        torch.float64,
+    )
+    return call, expected
+
+
+def _norm_call(shape: NormShape, device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    io = dtypes.TORCH[shape.io_dtype]
+    slots, batch = _rows(device, shape.index_dtype)
+    wide = _random(batch, shape.tokens, shape.d_inner + 16, seed=1).to(io).to(device)
+    call: dict[str, Any] = {
+        "out": _random(batch, shape.tokens, shape.d_inner, seed=2).to(io).to(device),
+        "projected": wide[..., 8:-8],
+        "norm_weight": _random(shape.d_inner, seed=3).to(dtypes.TORCH[shape.weight_dtype]).to(device),
+        "state_batch_indices": slots,
+        "eps": 1e-5,
+        "pad_slot_id": PAD,
+    }
+    if slots is not None:  # as the step leaves padding rows, whose gates may hold anything
+        call["out"][slots < 0] = 0
+        wide[slots < 0] = float("nan")
+    expected = torch.empty(call["out"].shape, dtype=torch.float64, device=device)
+    norm_reference(
+        call["out"], call["projected"], call["norm_weight"], expected, shape.groups, 1e-5, slots, PAD, torch.float64
+    )
+    return call, {"out": expected}

@@ -1,0 +1,80 @@
+"""The layer benchmark without a GPU: its calls, its bytes, its table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from fused_calls import kwargs
+from replayssm_tuning import acceptance, layer_bench
+from replayssm_tuning.policy import Policy
+from replayssm_tuning.slots import make_cell
+
+import replayssm_cute
+from replayssm_cute import compiler, plan, target
+from replayssm_cute.fused import launches
+from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.problem import layer_problem
+from replayssm_cute.problem import Problem
+
+
+def test_its_calls_are_decode_steps_on_the_cells_slots() -> None:
+    step = Problem(16, 64, 64, 1, 2, 8)
+    problem = dataclasses.replace(layer_bench.layer_problem(2, 8, "f32"), step=step, norm_groups=2)
+    mix = acceptance.stationary([0.5, 0.5], 8)
+    cell = make_cell(step, 3, mix, Policy(), torch.device("cpu"), 2)
+    made = layer_bench.layer_calls(problem, cell, 0)
+    assert [layer_problem(dataclasses.replace(c, norm_groups=2)) for c in made] == [problem] * 2
+    for call, own in zip(cell.calls, made, strict=True):
+        assert call.state_batch_indices is own.state_batch_indices and own.state is call.state
+        replayssm_cute.decode_step(**kwargs(own))
+        assert torch.isfinite(call.out).all() and call.out.abs().max() > 0
+    assert made[0].projected.data_ptr() != made[1].projected.data_ptr()
+
+
+def test_bytes_of_conv_and_norm() -> None:
+    problem = layer_bench.layer_problem(4, 16, "f32")
+    assert layer_bench.conv_bytes(problem, 2) == 2 * 10240 * (2 * 15) + 4 * 10240 * 2
+    assert layer_bench.norm_bytes(problem, 2) == 3 * 2 * 4 * 8192 * 2
+
+
+def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --compile-for fills the cache with is what a bench on the GPU loads."""
+    where, asked = target.named("h200"), set()
+    monkeypatch.setattr(launches, "ready", lambda recipe, device: asked.add(recipe) or print)
+    monkeypatch.setattr(plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made())
+    bench = layer_bench.Bench.__new__(layer_bench.Bench)
+    bench.cuts, bench.target, bench.device = True, where, torch.device("cuda", 0)
+    for tokens, batch, norms in ((1, 1, 3), (4, 256, 6)):
+        asked.clear()
+        problem = layer_bench.layer_problem(tokens, 16, "f32")
+        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 10 + 2 * norms
+        assert asked == set(layer_bench.kernels(problem, batch, where, True))
+
+
+class Made:
+    """Stands in for a step's plan."""
+
+    kernel = print
+
+
+def test_its_table() -> None:
+    names = [*layer_bench.PARTS, *Overlap, "conv 2 x 64"]
+    times: dict[str, Any] = {name: {"time_us": 1.5 + k} for k, name in enumerate(names)}
+    text = layer_bench.table([{"tokens": 4, "batch": 16, "config": "h1", "times": times}])
+    assert text.splitlines()[1].split() == ["4", "16", "1.50", "2.50", "3.50", "4.50", "5.50", "6.50", "h1"]
+    assert text.splitlines()[2].strip() == "conv 2 x 64: 7.50"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layer_bench.main(["--tokens", "1"]) == 1
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_small_bench(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    assert layer_bench.main(["--batches", "1", "--tokens", "1", "--cuts", "--out", str(tmp_path / "times.json")]) == 0
+    assert "norm 4 warps" in capsys.readouterr().out and (tmp_path / "times.json").exists()

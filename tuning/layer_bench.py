@@ -1,0 +1,313 @@
+"""Times of the fused decode step and of its parts: `python -m replayssm_tuning.layer_bench`.
+
+For each number of tokens and batch size, in interleaved rounds on one cell (cold L2, rotating slots, the stationary mix
+of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; and the same with programmatic
+dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
+predecessor too. Every number is microseconds a call in a CUDA graph. `--cuts` times the chain with other cuts of the
+conv and the norm, and these alone, beside those that the rule takes. `--compile-for h200` only fills the kernel cache,
+on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources, tables
+from replayssm_cute.fused import launches, shapes
+from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.problem import LayerCall, LayerProblem
+from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.fused.shapes import ConvShape, NormShape
+from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target, named
+
+from . import acceptance
+from .manifest import commit
+from .policy import Policy
+from .slots import Cell, make_cell, slot_sets
+from .timing import Timed, capture, interleave, summary
+
+BATCHES, TOKENS = (1, 4, 16, 64, 256), (1, 4)
+PARTS = ("conv", "step", "norm")
+# (channels of a thread, threads, batch rows of a thread) and (warps, tokens of a CTA)
+CONV_CUTS = (
+    (2, 64, 1), (2, 128, 1), (4, 64, 1), (4, 128, 1), (8, 64, 1), (8, 128, 1), (8, 256, 1),
+    (4, 128, 2), (8, 128, 2), (4, 128, 4),
+)  # fmt: skip
+NORM_CUTS = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 4), (4, 4))
+
+
+def layer_problem(tokens: int, window: int, state_dtype: str) -> LayerProblem:
+    """Nemotron-3 Super's layer: 128 heads of 64 by 128, 8 groups."""
+    step = Problem(128, 64, 128, 8, tokens, window, state_dtype=state_dtype)
+    return LayerProblem(step, "bf16", "bf16", "bf16", 8)
+
+
+def layer_calls(problem: LayerProblem, cell: Cell, seed: int) -> list[LayerCall]:
+    """A decode step on each of a cell's slot sets: its caches, projections and a conv ring of their own."""
+    first = cell.calls[0]
+    device, io = first.state.device, first.x.dtype
+    gen = torch.Generator(device).manual_seed(seed)
+    p, sets = problem.step, len(cell.calls)
+
+    def normal(*shape: int, kind: str | None = None) -> torch.Tensor:
+        t = torch.empty(shape, dtype=io if kind is None else dtypes.TORCH[kind], device=device)
+        return t.normal_(generator=gen)
+
+    projected = normal(sets, cell.batch, p.tokens, problem.width)
+    conv_cache = normal(first.state.shape[0], p.ring_rows, problem.channels)
+    weight = normal(problem.channels, 4, kind=problem.conv_dtype).mul_(0.5)
+    bias = None if problem.conv_bias_dtype is None else normal(problem.channels, kind=problem.conv_bias_dtype)
+    norm_weight = normal(problem.d_inner, kind=problem.norm_dtype)
+    scratch = normal(cell.batch, p.tokens, problem.channels)  # one for all layers, as an engine has it
+
+    def per_head(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t[:, 0].contiguous()
+
+    made = []
+    for i, call in enumerate(cell.calls):
+        projected[i, ..., -p.heads :] = call.dt[..., 0]
+        made.append(
+            LayerCall(
+                projected=projected[i],
+                state=call.state,
+                x_cache=call.x_cache,
+                B_cache=call.B_cache,
+                dt_cache=call.dt_cache,
+                conv_cache=conv_cache,
+                ring_start=call.ring_start,
+                prev_num_accepted_tokens=call.prev_num_accepted_tokens,
+                conv_weight=weight,
+                conv_bias=bias,
+                A=call.A[:, 0, 0].contiguous(),
+                D=per_head(call.D),
+                dt_bias=per_head(call.dt_bias),
+                norm_weight=norm_weight,
+                out=call.out.flatten(-2),
+                state_batch_indices=call.state_batch_indices,
+                scratch=scratch,
+            )
+        )
+    return made
+
+
+def conv_bytes(problem: LayerProblem, batch: int) -> int:
+    """Bytes that a conv has to move: tokens in, out and into the ring, three rows from it, weights once."""
+    p = problem.step
+    rows = batch * (3 * p.tokens + 3)
+    return dtypes.BYTES[p.io_dtype] * problem.channels * rows + 4 * problem.channels * dtypes.BYTES[problem.conv_dtype]
+
+
+def norm_bytes(problem: LayerProblem, batch: int) -> int:
+    """Bytes that a norm has to move: y in and out, z in."""
+    return 3 * batch * problem.step.tokens * problem.d_inner * dtypes.BYTES[problem.step.io_dtype]
+
+
+def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> list[compiler.Recipe]:
+    """Every kernel that a cell's entrants launch."""
+    config = tables.choose(problem.step, batch, target).config
+    found: list[compiler.Recipe] = []
+    for pdl in (False, True):
+        step = dataclasses.replace(problem.step, pdl=pdl)
+        found.append(compiler.StepRecipe(step, config))
+        found.append(LayerRecipe(shapes.norm_shape(problem, chained=pdl)))
+    for kind in Overlap:
+        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=kind.chained, pdl=kind.first)]
+    if cuts:
+        found += [LayerRecipe(shape) for shape in conv_cuts(problem, batch).values()]
+        for shape in norm_cuts(problem).values():
+            found += [LayerRecipe(dataclasses.replace(shape, pdl=pdl)) for pdl in (True, False)]
+    return found
+
+
+def conv_cuts(problem: LayerProblem, batch: int) -> dict[str, ConvShape]:
+    """Other cuts of the conv, by name."""
+    base = shapes.conv_shape(problem, batch, chained=True, pdl=False)
+    return {
+        f"conv {v} x {t}{f', {r} rows' if r > 1 else ''}": dataclasses.replace(base, vector=v, threads=t, rows=r)
+        for v, t, r in CONV_CUTS
+    }
+
+
+def norm_cuts(problem: LayerProblem) -> dict[str, NormShape]:
+    """Other cuts of the norm, by name."""
+    base = shapes.norm_shape(problem, chained=True)
+    return {
+        f"norm {w} warps{f', {n} tokens' if n > 1 else ''}": dataclasses.replace(base, warps=w, together=n)
+        for w, n in NORM_CUTS
+        if base.tokens % n == 0
+    }
+
+
+class Bench:
+    """Measures cells on the current device."""
+
+    def __init__(self, policy: Policy, cuts: bool) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.policy, self.cuts = policy, cuts
+        self.target = plan.device_target(self.device.index)
+
+    def plan_of(self, problem: LayerProblem, batch: int, overlap: Overlap, **cuts: Any) -> launches.LayerPlan:
+        """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
+        config = tables.choose(problem.step, batch, self.target).config
+        return launches.make(problem, batch, self.device.index, config=config, overlap=overlap, **cuts)
+
+    def entrants(self, problem: LayerProblem, batch: int) -> Iterator[tuple[str, launches.LayerPlan, int | None]]:
+        """(name, plan, which of its three launches alone; None all)."""
+        plain = self.plan_of(problem, batch, Overlap.NONE)
+        for k, name in enumerate(PARTS):
+            yield name, plain, k
+        yield Overlap.NONE, plain, None
+        yield Overlap.INNER, self.plan_of(problem, batch, Overlap.INNER), None
+        yield Overlap.ALL, self.plan_of(problem, batch, Overlap.ALL), None
+        if not self.cuts:
+            return
+        for name, conv in conv_cuts(problem, batch).items():
+            made = self.plan_of(problem, batch, Overlap.INNER, conv=conv)
+            yield f"{Overlap.INNER}, {name}", made, None
+            yield name, made, 0
+        for name, norm in norm_cuts(problem).items():
+            made = self.plan_of(problem, batch, Overlap.INNER, norm=norm)
+            yield f"{Overlap.INNER}, {name}", made, None
+            alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
+            yield name, dataclasses.replace(made, norm=alone), 2
+
+    def cell(self, problem: LayerProblem, batch: int) -> dict[str, Any]:
+        """Times of all entrants on one cell."""
+        mix = acceptance.stationary([1 / problem.step.tokens] * problem.step.tokens, problem.step.window)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+        sets = slot_sets(problem.step, batch, mix, self.policy, l2=l2, free=free // 2)
+        cell = make_cell(problem.step, batch, mix, self.policy, self.device, sets)
+        made = layer_calls(problem, cell, self.policy.seed)
+        of = {id(call): own for call, own in zip(cell.calls, made, strict=True)}
+        names, field = [], []
+        for name, made_plan, only in self.entrants(problem, batch):
+            field.append(self._captured(cell, of, made_plan, only))
+            names.append(name)
+        samples = interleave(field, self.policy.race_rounds, self.policy.race_replays)
+        times = {name: summary(s) for name, s in zip(names, samples, strict=True)}
+        for name, bytes_ in (("conv", conv_bytes(problem, batch)), ("norm", norm_bytes(problem, batch))):
+            times[name]["gb_s"] = bytes_ / times[name]["time_us"] / 1e3
+        config = tables.choose(problem.step, batch, self.target)
+        return {
+            "tokens": problem.step.tokens,
+            "batch": batch,
+            "sets": sets,
+            "flush": cell.flush,
+            "config": config.config.label(),
+            "times": times,
+        }
+
+    def _captured(self, cell: Cell, of: dict[int, LayerCall], made: launches.LayerPlan, only: int | None) -> Timed:
+        parts = {key: made.parts(own) for key, own in of.items()}
+
+        def run(call: calls.Call) -> None:
+            every = parts[id(call)]
+            for kernel, arguments in every if only is None else every[only : only + 1]:
+                kernel(*arguments)
+
+        return capture(run, cell, self.policy, writes_outputs=only is None)
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """The times as text, a cell a line."""
+    columns: list[str] = [*PARTS, *Overlap]
+    lines = ["  T batch  " + "  ".join(f"{c:>12}" for c in (*columns, "step's config"))]
+    for cell in cells:
+        row = [f"{cell['times'][c]['time_us']:12.2f}".rjust(max(12, len(c))) for c in columns]
+        lines.append(f"{cell['tokens']:3} {cell['batch']:5}  " + "  ".join([*row, cell["config"]]))
+        if more := [f"{n}: {t['time_us']:.2f}" for n, t in cell["times"].items() if n not in columns]:
+            lines.append("           " + "; ".join(more))
+    return "\n".join(lines)
+
+
+def machine_code(problems: Sequence[LayerProblem], batches: Sequence[int], target: Target) -> dict[str, str]:
+    """Name -> SHA-256 (first 16 digits) of the machine code of each conv and norm that the chains launch.
+
+    Sources may change around code that stays: times belong to the code.
+    """
+    found = {}
+    for problem in problems:
+        for batch in batches:
+            for kind in Overlap:
+                conv = shapes.conv_shape(problem, batch, chained=kind.chained, pdl=kind.first)
+                name = f"conv T {conv.tokens} {conv.vector} x {conv.threads}, {kind}"
+                found[name] = _code(LayerRecipe(conv), target)
+                norm = shapes.norm_shape(problem, chained=kind.chained)
+                found[f"norm T {norm.tokens}, {Overlap.INNER if norm.pdl else Overlap.NONE}"] = _code(
+                    LayerRecipe(norm), target
+                )
+    return found
+
+
+def _code(recipe: LayerRecipe, target: Target) -> str:
+    code = resources.code(resources.cubin(compiler.entry_of(recipe, target).object_bytes()))
+    return hashlib.sha256(code).hexdigest()[:16]
+
+
+def facts(bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int]) -> dict[str, Any]:
+    """What the times belong to."""
+    step = problems[0].step
+    return {
+        "gpu": bench.target.name,
+        "arch": bench.target.arch,
+        "commit": commit(),
+        "kernel_fingerprint": fingerprint.kernels(),
+        "layer_kernel_fingerprint": fingerprint.kernels("fused"),
+        "machine_code": machine_code(problems, batches, bench.target),
+        "toolchain": fingerprint.toolchain(),
+        "torch": torch.__version__,
+        "window": step.window,
+        "state": step.state_dtype,
+        "policy": bench.policy.to_json(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, or 1 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.layer_bench", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="N")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T")
+    parser.add_argument("--window", type=int, default=16, metavar="W")
+    parser.add_argument("--state", choices=dtypes.STATE, default="f32")
+    parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
+    parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
+    args = parser.parse_args(argv)
+    problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
+    if args.compile_for is not None:
+        where = named(args.compile_for)
+        wanted = dict.fromkeys(k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts))
+        for recipe in wanted:
+            compiler.entry_of(recipe, where)
+        print(f"{len(wanted)} kernels for {where.name} are in {compiler.cache_dir()}")
+        return 0
+    if not torch.cuda.is_available():
+        print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
+        return 1
+    bench = Bench(Policy(), args.cuts)
+    cells = []
+    for problem in problems:
+        for batch in args.batches:
+            cells.append(bench.cell(problem, batch))
+            torch.cuda.empty_cache()
+            print(f"T {problem.step.tokens}, batch {batch} done", file=sys.stderr, flush=True)
+    print(table(cells))
+    if args.out is not None:
+        found = facts(bench, problems, args.batches) | {"cells": cells}
+        atomic.write_text(args.out, json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
