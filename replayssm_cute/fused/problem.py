@@ -185,6 +185,8 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
         _rank(name, _tensor(name, t), dims)
         if t.device != call.state.device:  # type: ignore[union-attr]
             raise ValueError(f"{name}: on device {t.device}, expected state's device {call.state.device}")  # type: ignore[union-attr]
+    if call.state.dtype in [dtypes.TORCH[kind] for kind in dtypes.EIGHT_BIT]:
+        raise NotImplementedError(f"state: got {call.state.dtype}; decode_step does not serve an 8-bit state yet")
     if not isinstance(call.eps, float | int) or isinstance(call.eps, bool):
         raise TypeError(f"eps: got {type(call.eps).__name__}, expected float")
     if not 0 <= call.eps < float("inf"):
