@@ -44,8 +44,10 @@ tune: venv
 	$(BIN)/python -m replayssm_tuning sweep --plan $(PLAN) $(TUNE_ARGS)
 	$(BIN)/python -m replayssm_tuning report
 
+# Two at a time, then those that hold processes to real seconds: alone.
 test: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

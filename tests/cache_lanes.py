@@ -28,20 +28,21 @@ PACKAGE = "replayssm_cute.cache.kernels"
 NAMES = ("index", "layers", "moves", "cursors", "fold", "slots")
 
 
-def _untraced() -> dict[str, ModuleType]:
-    """Copies of the kernel modules of this harness's own: compiling rewrites traced functions where they are."""
-    compiled = {n: sys.modules.pop(n) for n in list(sys.modules) if f"{n}.".startswith(f"{PACKAGE}.")}
+def untraced(package: str, names: tuple[str, ...]) -> dict[str, ModuleType]:
+    """Copies of a package's kernel modules of our own: compiling rewrites traced functions where they are."""
+    compiled = {n: sys.modules.pop(n) for n in list(sys.modules) if f"{n}.".startswith(f"{package}.")}
     try:
-        return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in NAMES}
+        return {name: importlib.import_module(f"{package}.{name}") for name in names}
     finally:
-        for n in [n for n in sys.modules if f"{n}.".startswith(f"{PACKAGE}.")]:
+        for n in [n for n in sys.modules if f"{n}.".startswith(f"{package}.")]:
             del sys.modules[n]
         sys.modules.update(compiled)
-        if PACKAGE in compiled:
-            sys.modules["replayssm_cute.cache"].kernels = compiled[PACKAGE]  # type: ignore[attr-defined]
+        if package in compiled:
+            parent, _, name = package.rpartition(".")
+            setattr(sys.modules[parent], name, compiled[package])
 
 
-MODULES = _untraced()
+MODULES = untraced(PACKAGE, NAMES)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -262,9 +263,10 @@ REPLACED: dict[str, Any] = {
 }
 
 
-def _patch() -> None:
-    for module in MODULES.values():
-        for name, value in REPLACED.items():
+def patch(modules: dict[str, ModuleType], replacements: dict[str, Any]) -> None:
+    """Put the host's operations in place of the DSL's, in every module and through every trace decorator."""
+    for module in modules.values():
+        for name, value in replacements.items():
             if hasattr(module, name):
                 setattr(module, name, value)
         for _, owner in inspect.getmembers(module, inspect.isclass):
@@ -273,7 +275,7 @@ def _patch() -> None:
                     setattr(owner, name, inspect.unwrap(method))
 
 
-_patch()
+patch(MODULES, REPLACED)
 
 
 class _Bound:

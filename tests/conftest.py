@@ -37,8 +37,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(scratch.cleanup)
 
 
+# Files whose tests start processes and hold them to real seconds: `make test` runs nothing beside them.
+ALONE = {
+    "test_compiler.py",
+    "test_tuning_interrupt.py",
+    "test_tuning_journal.py",
+    "test_tuning_progress.py",
+    "test_tuning_ranks.py",
+    "test_tuning_sweep.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where no GPU can run them; the reason is in pytest's summary."""
+    """Mark the files of `ALONE`; skip tests marked gpu where no GPU can run them, with the reason in the summary."""
+    for item in items:
+        if item.path.name in ALONE:
+            item.add_marker(pytest.mark.alone)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := gpu_skip_reason()):
         for item in marked:

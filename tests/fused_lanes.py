@@ -8,12 +8,9 @@ still write, and writes nothing at all.
 from __future__ import annotations
 
 import ctypes
-import importlib
-import inspect
-import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cache_lanes
@@ -28,20 +25,7 @@ PACKAGE = "replayssm_cute.fused.kernels"
 NAMES = ("values", "conv", "norm")
 
 
-def _untraced() -> dict[str, ModuleType]:
-    """Copies of the kernel modules of this harness's own: compiling rewrites traced functions where they are."""
-    compiled = {n: sys.modules.pop(n) for n in list(sys.modules) if f"{n}.".startswith(f"{PACKAGE}.")}
-    try:
-        return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in NAMES}
-    finally:
-        for n in [n for n in sys.modules if f"{n}.".startswith(f"{PACKAGE}.")]:
-            del sys.modules[n]
-        sys.modules.update(compiled)
-        if PACKAGE in compiled:
-            sys.modules["replayssm_cute.fused"].kernels = compiled[PACKAGE]  # type: ignore[attr-defined]
-
-
-MODULES = _untraced()
+MODULES = cache_lanes.untraced(PACKAGE, NAMES)
 
 
 class Tensor:
@@ -124,19 +108,7 @@ REPLACEMENTS: dict[str, Any] = REPLACED | {
 }
 
 
-def patch() -> None:
-    """Put the host's operations in place of the DSL's, in every module and through every trace decorator."""
-    for module in MODULES.values():
-        for name, value in REPLACEMENTS.items():
-            if hasattr(module, name):
-                setattr(module, name, value)
-        for _, owner in inspect.getmembers(module, inspect.isclass):
-            for name, method in list(vars(owner).items()):
-                if inspect.isfunction(method) and hasattr(method, "__wrapped__"):
-                    setattr(owner, name, inspect.unwrap(method))
-
-
-patch()
+cache_lanes.patch(MODULES, REPLACEMENTS)
 
 
 class Launch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import pairwise
 
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
@@ -113,38 +113,19 @@ def tile_config(kind: str, problem: Problem, target: Target) -> TileConfig:
     return next(c for c in (*wanted, *fallback) if c.is_valid(problem, target))
 
 
-def pairs(row: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """The pairs of axis values in a (partial) row that count."""
-    for (a, va), (b, vb) in itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2):
-        if frozenset((a, b)) not in UNPAIRED:
-            yield (a, va), (b, vb)
+def pairs(row: dict[str, Any]) -> Iterator[pairwise.Pair]:
+    """The pairs of axis values in a row that count."""
+    return pairwise.pairs(row, UNPAIRED)
 
 
-def needed() -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def needed() -> set[pairwise.Pair]:
     """Every pair that some row has to contain."""
-    return {
-        pair
-        for a, b in itertools.combinations(sorted(AXES), 2)
-        for va, vb in itertools.product(AXES[a], AXES[b])
-        for pair in pairs({a: va, b: vb})
-    }
+    return pairwise.needed(AXES, UNPAIRED)
 
 
 def rows() -> list[dict[str, Any]]:
-    """A greedy pairwise covering, the same on every run."""
-    open_pairs = needed()
-    order = {pair: i for i, pair in enumerate(sorted(open_pairs, key=repr))}
-    used: collections.Counter[tuple[str, Any]] = collections.Counter()
-    found = []
-    while open_pairs:
-        row = dict(min(open_pairs, key=order.__getitem__))
-        for axis in sorted(set(AXES) - set(row), key=lambda a: (-len(AXES[a]), a)):
-            gain = {v: len(open_pairs & set(pairs(row | {axis: v}))) for v in AXES[axis]}
-            row[axis] = max(AXES[axis], key=lambda v: (gain[v], -used[axis, v]))
-        open_pairs -= set(pairs(row))
-        used.update(row.items())
-        found.append(row)
-    return found
+    """A pairwise covering, the same on every run."""
+    return pairwise.cover(AXES, UNPAIRED)
 
 
 def _problem(row: dict[str, Any], number: int) -> Problem:

@@ -6,13 +6,11 @@ batch, slots, cursors, padding and its slot id, lengths of ragged rows, strides,
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
+import pairwise
 import torch
 
 from replayssm_cute.calls import Call, random_call
@@ -36,28 +34,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _pairs(row: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return itertools.combinations(sorted(row.items()), 2)
-
-
 def rows(most: int | None = None) -> list[dict[str, Any]]:
     """A greedy pairwise covering of `AXES`, the same on every run; then random rows up to `most`."""
-    open_pairs = {
-        pair
-        for (a, va), (b, vb) in itertools.combinations(sorted(AXES.items()), 2)
-        for pair in itertools.product([(a, v) for v in va], [(b, v) for v in vb])
-    }
-    order = {pair: i for i, pair in enumerate(sorted(open_pairs, key=repr))}
-    used: collections.Counter[tuple[str, Any]] = collections.Counter()
-    found = []
-    while open_pairs:
-        row = dict(min(open_pairs, key=order.__getitem__))
-        for axis in sorted(set(AXES) - set(row), key=lambda a: (-len(AXES[a]), a)):
-            gain = {v: len(open_pairs & set(_pairs(row | {axis: v}))) for v in AXES[axis]}
-            row[axis] = max(AXES[axis], key=lambda v: (gain[v], -used[axis, v]))
-        open_pairs -= set(_pairs(row))
-        used.update(row.items())
-        found.append(row)
+    found = pairwise.cover(AXES)
     more = random.Random(0)
     while most is not None and len(found) < most:
         found.append({axis: more.choice(values) for axis, values in AXES.items()})
