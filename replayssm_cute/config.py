@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,8 +289,10 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
-        for heads in (4, 2):
-            config = TileConfig(heads_per_cta=heads, stages=2, tail_rows=tail)
+        # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
+        stages, ctas = (1, 1) if problem.read_bytes == 4 else (2, 4)
+        for heads, capped in itertools.product((4, 2), (ctas, 1)):
+            config = TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
             if config.is_valid(problem, target):
                 return config
     wide = TileConfig(tiles_per_warp=2)

@@ -198,7 +198,9 @@ def test_registers_and_threads_limit_the_ctas() -> None:
 
 def test_the_default_rule_follows_the_batch() -> None:
     assert default_config(PROBLEM, H200, 1) == TileConfig()
-    assert default_config(PROBLEM, H200, 256) == TileConfig(4, 2, tail_rows=8)
+    assert default_config(PROBLEM, H200, 256) == TileConfig(4, 1, tail_rows=8)
+    two_bytes = dataclasses.replace(PROBLEM, state_dtype="bf16")
+    assert default_config(two_bytes, H200, 256) == TileConfig(4, 2, ctas_per_sm=4, tail_rows=8)
     fourteen = dataclasses.replace(PROBLEM, heads=112)
     assert default_config(fourteen, H200, 256).heads_per_cta == 2, "14 heads a group do not divide by 4"
 
