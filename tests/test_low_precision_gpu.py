@@ -120,7 +120,7 @@ def test_a_seed_renewed_inside_a_graph_rounds_anew_in_every_replay() -> None:
         call.state.copy_(start.state)
         graph.replay()
         torch.cuda.synchronize()
-        found.append(compare.codes(call))
+        found.append(compare.codes(call).clone())
         used.append(int(seeds))
     assert used[0] != used[1] and not torch.equal(found[0], found[1])
     for seed, bits in zip(used, found, strict=True):  # eagerly, with the seed that the replay drew
