@@ -281,8 +281,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
     Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
-    multiprocessor) one for 32 rows, and from batch 64 on (62) four heads a CTA with `usual_tail`. A head whose state is
-    larger than the target's shared memory is split over the fewest CTAs that hold it.
+    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once: with W 32 the other is 3-9%
+    faster. From batch 64 on (62) four heads a CTA with `usual_tail` are. A head whose state is larger than the target's
+    shared memory is split over the fewest CTAs that hold it.
 
     Raises:
         ValueError: if nothing fits.
@@ -290,6 +291,8 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
         # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
+        # Measured at batch 64 and 256: 84.8 and 319.5 us (f32; two at a time 87.0 and 327.2 with the kernel before),
+        # 50.7 and 180.1 us (bf16; three CTAs 54.1 and 188.3).
         stages, ctas = (1, 1) if problem.read_bytes == 4 else (2, 4)
         for heads, capped in itertools.product((4, 2), (ctas, 1)):
             config = TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
@@ -297,7 +300,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
                 return config
     wide = TileConfig(tiles_per_warp=2)
     if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
-        return wide
+        layout = shared_layout(problem, wide)
+        if layout.tiles <= layout.tile_warps:
+            return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
         config = TileConfig(head_split=split)
         if config.is_valid(problem, target):
