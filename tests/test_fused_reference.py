@@ -176,6 +176,7 @@ def _bad(call: LayerCall) -> dict[str, tuple[dict[str, Any], type[Exception], st
     p = call.projected
     return {
         "no tensor": ({"projected": None}, TypeError, "projected: got NoneType"),
+        "no state": ({"state": None}, TypeError, "state: got NoneType"),
         "rank": ({"projected": p[0]}, ValueError, "projected: got 2 dimensions"),
         "width": ({"projected": p[..., :-8]}, ValueError, r"projected: got width \d+, expected \d+ = z 256"),
         "dtype": ({"projected": p.float()}, TypeError, "projected: got torch.float32"),

@@ -463,7 +463,9 @@ def test_a_cell_on_the_device(tmp_path: Path) -> None:
         ours, floor = cell.time_us("ours"), cell.time_us("floor")
         assert ours is not None and floor is not None and floor > 0
         assert cell.times["ours"]["out_error"] < 2e-3
-    assert [row["entrants"]["ours"]["counted"] + row["entrants"]["ours"]["late"] for row in found.evolved] == [40, 40]
+    steps = [row["entrants"]["ours"]["counted"] + row["entrants"]["ours"]["late"] for row in found.evolved]
+    too_late = sum("none of 40 steps was queued in time" in note for note in found.notes)  # on a host with more to do
+    assert steps == [40] * (2 - too_late), found.notes
     assert {"eager call, by keyword", "prepared launch", "table look-up"} <= {r["what"] for r in found.host}
     for row in found.pdl:
         assert row["times"]["ours"]["time_us"] > row["times"]["producer alone"]["time_us"] > 0

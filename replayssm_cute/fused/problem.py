@@ -183,6 +183,7 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
     given = required | {k: v for k, v in optional.items() if v[0] is not None}
     for name, (t, dims) in given.items():
         _rank(name, _tensor(name, t), dims)
+    for name, (t, _) in given.items():
         if t.device != call.state.device:  # type: ignore[union-attr]
             raise ValueError(f"{name}: on device {t.device}, expected state's device {call.state.device}")  # type: ignore[union-attr]
     if call.state.dtype in [dtypes.TORCH[kind] for kind in dtypes.EIGHT_BIT]:
