@@ -36,12 +36,18 @@ class Target:
 
 KIB = 1024
 # Streaming limits: the H200's is the median of four measured runs (4,557-4,667 GB/s); the others are
-# the vendor's datasheet bandwidths times 0.95, the H200's own measured share of its datasheet's 4.8 TB/s.
+# the vendor's datasheet bandwidths times 0.95, the H200's own measured share of its datasheet's 4.8 TB/s (8 TB/s for
+# all four of B200, GB200, B300, GB300). None of those four has been seen by this project. Their names are those that
+# torch reports to others: B300 in vLLM's issue 30441, GB200 in its issue 33543, GB300 in SGLang's tuned MoE configs,
+# which are named after torch's device name. GB200 and GB300 are the B200's and the B300's chips with four SMs more in
+# use: 152 in VeOmni's pull request 986 (GB200) and in timings published with FlashInfer (GB300).
 _CATALOGUE: dict[str, Target] = {
     "h200": Target("NVIDIA H200", "sm_90a", 132, 227 * KIB, 228 * KIB, read_gbs=4600.0, read_gbs_source="measured"),
     "h100": Target("NVIDIA H100 80GB HBM3", "sm_90a", 132, 227 * KIB, 228 * KIB, read_gbs=3180.0),
     "b200": Target("NVIDIA B200", "sm_100a", 148, 227 * KIB, 228 * KIB, read_gbs=7600.0),
-    "b300": Target("NVIDIA B300", "sm_103a", 148, 227 * KIB, 228 * KIB, read_gbs=7600.0),
+    "gb200": Target("NVIDIA GB200", "sm_100a", 152, 227 * KIB, 228 * KIB, read_gbs=7600.0),
+    "b300": Target("NVIDIA B300 SXM6 AC", "sm_103a", 148, 227 * KIB, 228 * KIB, read_gbs=7600.0),
+    "gb300": Target("NVIDIA GB300", "sm_103a", 152, 227 * KIB, 228 * KIB, read_gbs=7600.0),
     "rtx-pro-6000": Target(
         "NVIDIA RTX PRO 6000 Blackwell", "sm_120a", 188, 99 * KIB, 100 * KIB, threads_per_sm=1536, read_gbs=1700.0
     ),

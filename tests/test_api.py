@@ -276,7 +276,7 @@ def test_explain_for_a_named_target_tensors_or_problem_alike(cpu_as_gpu: None) -
     by_problem = replayssm_cute.explain(problem=SMALL, batch=2, target=named("b300"))
     assert by_tensors == by_problem
     assert by_tensors.source == "default"
-    assert "NVIDIA B300 (sm_103a)" in str(by_tensors)
+    assert "NVIDIA B300 SXM6 AC (sm_103a)" in str(by_tensors)
     assert "default rule" in str(by_tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -28,10 +29,18 @@ def test_only_measured_limits_are_called_measured() -> None:
     """The H200 is the one GPU that this project has measured; the rest are datasheet numbers and say so."""
     measured = {
         name
-        for name in ("h200", "h100", "b200", "b300", "rtx-pro-6000")
+        for name in ("h200", "h100", "b200", "gb200", "b300", "gb300", "rtx-pro-6000")
         if target.named(name).read_gbs_source == "measured"
     }
     assert measured == {"h200"}
+
+
+@pytest.mark.parametrize(("superchip", "board"), [("gb200", "b200"), ("gb300", "b300")])
+def test_a_grace_blackwell_gpu_is_the_same_chip_under_another_name(superchip: str, board: str) -> None:
+    found, like = target.named(superchip), target.named(board)
+    assert found.name == f"NVIDIA {superchip.upper()}" != like.name
+    assert dataclasses.replace(found, name=like.name, sms=like.sms) == like
+    assert like.read_gbs == pytest.approx(0.95 * 8000) and target.named(like.arch) == like
 
 
 def fake_device(monkeypatch: pytest.MonkeyPatch, **properties: object) -> target.Target:

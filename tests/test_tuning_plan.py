@@ -64,7 +64,7 @@ def test_lengths_that_a_plan_does_not_name_are_the_published_ones(tmp_path: Path
 
 
 SHIPPED = sorted(p.stem for p in plan.SHIPPED.glob("*.toml"))
-GPUS = ("h200", "b200", "b300", "rtx-pro-6000")
+GPUS = ("h200", "b200", "gb200", "b300", "gb300", "rtx-pro-6000")
 # What the models are, written down apart from the plans: Mamba2 layers; heads, head_dim, d_state, groups of one layer.
 MODELS = {
     "Nemotron-3 Nano 4B": (21, 96, 80, 128, 8),
