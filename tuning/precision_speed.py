@@ -38,10 +38,8 @@ def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileC
     tail = usual_tail(problem, where)
     found = [
         default_config(problem, where, batch),
-        TileConfig(),
         TileConfig(tiles_per_warp=2),
-        *(TileConfig(n, s, tail_rows=tail) for n, s in ((4, 2), (4, 4), (8, 4), (8, 2))),
-        *(TileConfig(n, s, tail_rows=tail, tiles_per_warp=2) for n, s in ((4, 4), (8, 4))),
+        *(TileConfig(n, s, tail_rows=tail, ctas_per_sm=c) for n, s, c in ((4, 1, 1), (4, 2, 4), (4, 4, 4), (8, 4, 1))),
     ]
     return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
 
