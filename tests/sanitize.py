@@ -1,6 +1,7 @@
 """compute-sanitizer over the kernels: `make sanitize`, or `python tests/sanitize.py --help`.
 
-Small problems of every kind (dense and ragged, short and long windows, each state, turns, tails, pairs, splits, gaps),
+Small problems of every kind (dense and ragged, short and long windows, each state, 8-bit and stochastic ones, read
+copies, turns, tails, pairs, splits, gaps),
 and every operation of a cache, run under memcheck, racecheck, synccheck and initcheck. Kernels are compiled before, so
 that the tools see launches alone; every tensor has an allocation of its own, so that what lies beside one is nobody's.
 Exits with 0 only if every tool ran every launch, found nothing, and the numbers were right.
@@ -111,10 +112,11 @@ def _text(output: str | bytes | None) -> str:
 
 def step_cases() -> dict[str, tuple[Problem, TileConfig, Callable[[], Call]]]:
     """name -> (problem, config, call on the CPU): the simulator's cases."""
+    from low_precision_cases import CASES as LOW_PRECISION
     from simulated_cases import CASES, RAGGED, ragged_call
 
     found: dict[str, tuple[Problem, TileConfig, Callable[[], Call]]] = {}
-    for name, (problem, config) in {**CASES, **RAGGED}.items():
+    for name, (problem, config) in {**CASES, **RAGGED, **LOW_PRECISION}.items():
         make = functools.partial(ragged_call, problem) if problem.ragged else functools.partial(_dense, problem)
         found[name] = (problem, config, make)
     return found

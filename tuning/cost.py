@@ -305,7 +305,9 @@ def load(problem: Problem, config: TileConfig, target: Target, batch: int, mix: 
     state_bytes = problem.head_dim * problem.d_state * problem.state_bytes
     # 1 GB/s is 1e3 bytes per microsecond
     share = 1e3 * min(target.read_gbs / min(target.sms, ctas), SM_PEAK_GBS)
-    wanted = max(usual_registers(problem, config), resources.registers) if config.ctas_per_sm > 1 else resources.registers
+    wanted = (
+        max(usual_registers(problem, config), resources.registers) if config.ctas_per_sm > 1 else resources.registers
+    )
     return Load(
         busy=busy,
         stages=min(config.stages, 1 / starts),
