@@ -337,7 +337,7 @@ def test_compiles_without_spills(recipe: CacheRecipe, arch: str) -> None:
     if recipe.kind == "fold":
         assert isinstance(recipe.shape, FoldShape)
         for opcode in ("LDG.E.128", "STG.E.128"):
-            assert code.count(opcode) >= recipe.shape.rows, "states move in 16-byte accesses"
+            assert code.count(opcode) >= recipe.shape.accesses, "states move in 16-byte accesses"
 
 
 @pytest.mark.parametrize("state_dtype", ["f32", "bf16", "f16"])
@@ -347,9 +347,9 @@ def test_every_geometry_has_a_shape_that_covers_a_head_once(head_dim: int, d_sta
     spec = dataclasses.replace(SUPER, head_dim=head_dim, d_state=d_state, state_dtype=state_dtype)
     shape = FoldShape.of(spec)
     assert head_dim % shape.tile == 0 and shape.tile % 8 == 0
-    assert shape.threads * shape.rows * shape.chunk == shape.tile * d_state
-    with pytest.raises(ValueError, match="no shape of 128 threads and 1 accumulators"):
-        FoldShape.cut(spec, threads=128, accumulators=1, ctas_per_sm=1)
+    assert shape.threads * shape.accesses * shape.chunk == shape.tile * d_state
+    with pytest.raises(ValueError, match="no shape of 4 warps and 1 accesses a thread fits"):
+        FoldShape.cut(spec, warps=4, accesses=1)
 
 
 def test_pieces_cover_every_byte_of_a_slot_once() -> None:
@@ -490,7 +490,7 @@ def test_the_switch_of_self_checks_serves_here_too(monkeypatch: pytest.MonkeyPat
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "commit": lambda patch: patch.setattr(MODULES["cursors"], "flushes", lambda pnat, ran, W: pnat + ran >= W),
     "materialize": lambda patch: patch.setattr(
-        MODULES["fold"].FoldKernel, "ring_row", lambda self, move, at: min(at, move.count - 1)
+        MODULES["folded_rows"].FoldedRows, "ring_row", lambda self, move, at: min(at, move.count - 1)
     ),
     "copy": lambda patch: patch.setattr(
         MODULES["moves"].MovePlanKernel, "relate", lambda self, records, r, batch: None
