@@ -212,7 +212,9 @@ def _mma_16bit(kind: str, c: list[Any], a: list[int], b: list[int]) -> list[Any]
     block.exchange[warp][lane] = (a, b)
     if block.warps[warp].wait() == 0:  # one thread for all
         given = block.exchange[warp]
-        halves = [np.array([each[side] for each in given], np.int64).astype(np.uint32).view(np.uint16) for side in (0, 1)]
+        halves = [
+            np.array([each[side] for each in given], np.int64).astype(np.uint32).view(np.uint16) for side in (0, 1)
+        ]
         values = [
             (h.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else h.view(np.float16).astype(np.float32)
             for h in halves

@@ -11,8 +11,8 @@ from ..config import WARP
 from .spec import CacheSpec
 
 GROUP, STEP = 8, 16  # rows of P and of the ring that one matrix product takes
-# Bytes of shared memory: of a CTA, on every target; of a multiprocessor of sm_90 and sm_100, whose driver takes 1 KiB more
-# a CTA.
+# Bytes of shared memory: of a CTA, on every target; of a multiprocessor of sm_90 and sm_100, where each CTA takes 1 KiB
+# more for the driver.
 OF_A_CTA, OF_ALL_CTAS = 99 * 1024, 228 * 1024
 
 
@@ -100,8 +100,8 @@ class FoldShape:
         """bf16 values that add up to one of B."""
         return 1 if self.spec.io_dtype == "bf16" else 2
 
-    # Shared memory: weights and the total decay; x (position, row of P) f32; B as words of two positions; a tile that is
-    # kept aside.
+    # Shared memory: weights and the total decay; x (position, row of P) f32; B as words of two positions; a tile that
+    # is kept aside.
 
     @property
     def weights(self) -> int:

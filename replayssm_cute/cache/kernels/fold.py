@@ -123,8 +123,8 @@ class FoldKernel:
         """Advance the tile through the oldest `move.count` live rows, in place."""
         spec, shape = self.spec, self.shape
         x_cache, b_cache, dt_cache = ring
-        # Not of the count within W, of which the compiler would learn that 16 rows are one step: without a loop it works
-        # on all lines and groups at a time, and has more sums than there are registers.
+        # Not from the count within W, of which the compiler would learn that 16 rows are one step: without a loop it
+        # works on all lines and groups at a time, and has more sums than there are registers.
         steps = (cutlass.min(move.count, shape.weights) + (STEP - 1)) // STEP
         move = move._replace(count=cutlass.min(move.count, spec.window))  # what shared memory has room for
         operands = Operands(
