@@ -39,10 +39,11 @@ class FoldShape:
         """The shape that serves a cache: the most bytes in flight that no register has to be spilled for.
 
         On their way to shared memory a thread's share of the ring's rows is in registers, beside its part of the tile:
-        windows of more than 32 rows leave room for fewer CTAs.
+        longer windows leave room for fewer CTAs.
         """
-        f32, long = spec.state_dtype == "f32", spec.window > 32
-        claims = f32, long, spec.io_dtype == "f16", long and spec.d_state == 256  # to a multiprocessor's registers
+        f32 = spec.state_dtype == "f32"
+        # To a multiprocessor's registers:
+        claims = f32, spec.window > 32, spec.io_dtype == "f16", spec.window > STEP and spec.d_state == 256
         resident = max(8, 20 - 4 * sum(claims))  # warps
         for warps in (4, 5, 2):
             if spec.head_dim // GROUP % warps == 0:
