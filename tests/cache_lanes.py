@@ -25,7 +25,7 @@ from replayssm_cute.cache.launches import Launches
 from replayssm_cute.cache.recipes import CacheRecipe
 
 PACKAGE = "replayssm_cute.cache.kernels"
-NAMES = ("index", "layers", "moves", "cursors", "fold", "slots")
+NAMES = ("index", "layers", "moves", "cursors", "folded_rows", "products", "fold", "slots")
 
 
 def untraced(package: str, names: tuple[str, ...]) -> dict[str, ModuleType]:
@@ -143,7 +143,7 @@ def _int32(v: Any) -> int:
 
 
 def _bits(v: Any) -> int:
-    return struct.unpack("<i", struct.pack("<f", float(v)))[0] if not np.isnan(v) else np.float32(v).view(np.int32)
+    return struct.unpack("<i", struct.pack("<f", float(v)))[0] if not np.isnan(v) else int(np.float32(v).view(np.int32))
 
 
 def _as_float(word: int) -> Any:
@@ -165,6 +165,12 @@ def _pack(kind: str, low: Any, high: Any) -> int:
     return int(pair.view(torch.int32))
 
 
+def _permute(low: int, high: int, selector: int) -> int:
+    eight = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
+    chosen = sum((eight >> 8 * (selector >> 4 * k & 7) & 0xFF) << 8 * k for k in range(4))
+    return chosen - (chosen >> 31 << 32)
+
+
 def _assume(value: int, divby: int) -> int:
     assert int(value) % divby == 0, f"{value} was promised to be a multiple of {divby}"
     return value
@@ -184,6 +190,7 @@ class Block:
         self.barrier = threading.Barrier(threads)
         self.warps = [threading.Barrier(min(32, threads)) for _ in range(-(-threads // 32))]
         self.exchange: list[list[Any]] = [[None] * 32 for _ in self.warps]
+        self.product: list[Any] = [None for _ in self.warps]
         self.shared: torch.Tensor | None = None
         self.lock = threading.Lock()
 
@@ -196,6 +203,41 @@ def _shuffle(value: Any, source: Callable[[int], int]) -> Any:
     found = block.exchange[warp][source(lane)]
     block.warps[warp].wait()
     return found
+
+
+def _mma_16bit(kind: str, c: list[Any], a: list[int], b: list[int]) -> list[Any]:
+    """m16n8k16, fragments as in PTX; sums are cut off to f32, which is the most that tensor cores lose."""
+    warp, lane = divmod(_here.thread, 32)
+    block = _here.block
+    block.exchange[warp][lane] = (a, b)
+    if block.warps[warp].wait() == 0:  # one thread for all
+        given = block.exchange[warp]
+        halves = [
+            np.array([each[side] for each in given], np.int64).astype(np.uint32).view(np.uint16) for side in (0, 1)
+        ]
+        values = [
+            (h.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else h.view(np.float16).astype(np.float32)
+            for h in halves
+        ]
+        left, right = np.empty((16, 16)), np.empty((16, 8))
+        for one in range(32):
+            for k in range(4):
+                at = 2 * (one % 4) + 8 * (k // 2)
+                left[one // 4 + 8 * (k % 2), at : at + 2] = values[0][one, 2 * k : 2 * k + 2]
+            for k in range(2):
+                at = 2 * (one % 4) + 8 * k
+                right[at : at + 2, one // 4] = values[1][one, 2 * k : 2 * k + 2]
+        block.product[warp] = left @ right
+    block.warps[warp].wait()
+    g, t = lane // 4, lane % 4
+    places = (g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)
+    sums = [float(old) + block.product[warp][place] for old, place in zip(c, places, strict=True)]
+    return [_cut_off(v) for v in sums]
+
+
+def _cut_off(value: float) -> Any:
+    nearest = np.float32(value)
+    return np.nextafter(nearest, np.float32(0)) if abs(float(nearest)) > abs(value) else nearest
 
 
 class Allocator:
@@ -260,6 +302,8 @@ REPLACED: dict[str, Any] = {
     "low_half": _half(0),
     "high_half": _half(1),
     "pack": _pack,
+    "permute": _permute,
+    "mma_16bit": _mma_16bit,
 }
 
 

@@ -163,6 +163,10 @@ GEOMETRIES = [
     CacheSpec(layers=2, heads=4, head_dim=64, d_state=128, groups=2, tokens=32, window=64),
     CacheSpec(layers=1, heads=2, head_dim=64, d_state=256, groups=1, tokens=7, window=64),
     CacheSpec(layers=1, heads=2, head_dim=128, d_state=256, groups=1, tokens=20, window=57, state_dtype="bf16"),
+    CacheSpec(layers=1, heads=2, head_dim=128, d_state=256, groups=1, tokens=2, window=64, io_dtype="f16"),
+    CacheSpec(
+        layers=1, heads=2, head_dim=80, d_state=128, groups=1, tokens=2, window=16, state_dtype="f16", io_dtype="f16"
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pretend_cuda
 import pytest
 import torch
-from cache_lanes import MODULES, EmulatedLaunches, Memory, Tensor, emulated
+from cache_lanes import MODULES, REPLACED, EmulatedLaunches, Memory, Tensor, emulated
 from cache_runs import assert_unchanged, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -241,6 +241,51 @@ def test_materialize_kernel_of_windows_longer_than_a_warp(state_dtype: str) -> N
     check_materialize(spec, [(0, 1, 61), (2, 2, 33), (3, 0, 99)], live={0: (70, 64), 2: (0, 50), 3: (95, 64)})
 
 
+def test_materialize_kernel_of_the_most_shared_memory() -> None:
+    """B of f16 in two terms each, and CTAs of two warps."""
+    spec = CacheSpec(layers=1, heads=1, head_dim=128, d_state=256, groups=1, tokens=1, window=64, io_dtype="f16")
+    shape = FoldShape.of(spec)
+    assert (shape.warps, shape.b_terms) == (2, 2)
+    assert FoldShape.cut(spec, warps=4, accesses=16).shared_bytes() > target.named("sm_120a").shared_per_block
+    check_materialize(spec, [(0, 1, 99)], live={0: (60, 9)})
+
+
+def test_values_are_cut_exactly() -> None:
+    """Three bf16 terms are the f32 value itself, two an f16 one; NaN and Inf stay in some term."""
+    products = MODULES["products"]
+    gen = torch.Generator().manual_seed(1)
+    values = torch.randn(300, generator=gen) * 10.0 ** torch.randint(-30, 38, (300,), generator=gen)
+    largest = torch.finfo(torch.float32).max
+    values = torch.cat((values, torch.tensor([0.0, -0.0, largest, -largest, 1 + 2**-23, 2.0**-100])))
+    for kind, count in ((torch.float32, products.X_TERMS), (torch.float16, 2)):
+        for value in values.clamp(-65504, 65504).to(kind).float() if kind is torch.float16 else values:
+            pair = np.float32(value), np.float32(-value)
+            words = products.cut(list(pair), count)
+            for value_of, half in zip(pair, (REPLACED["low_half"], REPLACED["high_half"]), strict=True):
+                assert sum(float(half("bf16", word)) for word in words) == float(value_of)
+    for value in (np.float32("nan"), np.int32(0x7F800001).view(np.float32), np.float32("inf")):
+        with np.errstate(invalid="ignore"):
+            words = products.cut([value, np.float32(1)], products.X_TERMS)
+        assert not np.isfinite(sum(float(REPLACED["low_half"]("bf16", word)) for word in words))
+
+
+def test_fewer_terms_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULES["products"], "X_TERMS", 2)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_materialize(dataclasses.replace(SPECS[0], layers=1, heads=1), [(0, 1, 5)], live={0: (2, 5)})
+
+
+def test_cursors_beyond_a_window_stay_within_the_slots() -> None:
+    """Undefined values, but no access outside the cache, and no slot but the destination is written."""
+    spec = dataclasses.replace(SPECS[0], layers=1, heads=1)
+    cache = filled(spec, 3, live={0: (4, spec.window)})
+    cache.pnat[0] = spec.window + 40
+    before = snapshot(cache)
+    with emulated(cache):
+        cache.materialize(torch.tensor([0]), torch.tensor([1]), torch.tensor([99]))
+    assert_unchanged(cache, before, [0, 2, 3, 4])
+
+
 @pytest.mark.parametrize("rows", [CYCLES[1], CYCLES[2]])
 def test_copy_kernel_moves_whole_slots(rows: list[tuple[int, int, int]]) -> None:
     spec = dataclasses.replace(SPECS[0], layers=1, tokens=1, window=2)  # dt: 24 bytes, in 4-byte accesses
@@ -307,13 +352,19 @@ COMPILED = [
             (128, 256, "f32", 32),
         ]
     ),
+    *(
+        recipes.fold(dataclasses.replace(SUPER, head_dim=p, d_state=n, state_dtype=s, window=w, io_dtype="f16"))
+        for p, n, s, w in [(64, 128, "f32", 16), (128, 256, "f32", 64), (64, 128, "bf16", 64)]
+    ),
 ]  # fmt: skip
 
 
 def recipe_id(recipe: CacheRecipe) -> str:
     s = recipe.shape
     if isinstance(s, FoldShape):
-        return f"{recipe.kind} {s.spec.head_dim}x{s.spec.d_state} {s.spec.state_dtype} W{s.spec.window}"
+        return (
+            f"{recipe.kind} {s.spec.head_dim}x{s.spec.d_state} {s.spec.state_dtype} {s.spec.io_dtype} W{s.spec.window}"
+        )
     return recipe.kind if s is None else f"{recipe.kind} {s.pieces}"
 
 
@@ -337,7 +388,7 @@ def test_compiles_without_spills(recipe: CacheRecipe, arch: str) -> None:
     if recipe.kind == "fold":
         assert isinstance(recipe.shape, FoldShape)
         for opcode in ("LDG.E.128", "STG.E.128"):
-            assert code.count(opcode) >= recipe.shape.rows, "states move in 16-byte accesses"
+            assert code.count(opcode) >= recipe.shape.accesses, "states move in 16-byte accesses"
 
 
 @pytest.mark.parametrize("state_dtype", ["f32", "bf16", "f16"])
@@ -347,9 +398,9 @@ def test_every_geometry_has_a_shape_that_covers_a_head_once(head_dim: int, d_sta
     spec = dataclasses.replace(SUPER, head_dim=head_dim, d_state=d_state, state_dtype=state_dtype)
     shape = FoldShape.of(spec)
     assert head_dim % shape.tile == 0 and shape.tile % 8 == 0
-    assert shape.threads * shape.rows * shape.chunk == shape.tile * d_state
-    with pytest.raises(ValueError, match="no shape of 128 threads and 1 accumulators"):
-        FoldShape.cut(spec, threads=128, accumulators=1, ctas_per_sm=1)
+    assert shape.threads * shape.accesses * shape.chunk == shape.tile * d_state
+    with pytest.raises(ValueError, match="no shape of 4 warps and 1 accesses a thread fits"):
+        FoldShape.cut(spec, warps=4, accesses=1)
 
 
 def test_pieces_cover_every_byte_of_a_slot_once() -> None:
@@ -490,7 +541,7 @@ def test_the_switch_of_self_checks_serves_here_too(monkeypatch: pytest.MonkeyPat
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "commit": lambda patch: patch.setattr(MODULES["cursors"], "flushes", lambda pnat, ran, W: pnat + ran >= W),
     "materialize": lambda patch: patch.setattr(
-        MODULES["fold"].FoldKernel, "ring_row", lambda self, move, at: min(at, move.count - 1)
+        MODULES["folded_rows"].FoldedRows, "ring_row", lambda self, move, at: min(at, move.count - 1)
     ),
     "copy": lambda patch: patch.setattr(
         MODULES["moves"].MovePlanKernel, "relate", lambda self, records, r, batch: None

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from .. import compiler, target, warmup
+from .fold import fold
 from .launches import Launches
 from .recipes import CacheRecipe
 from .replay_cache import ReplayCache
@@ -23,8 +24,9 @@ from .shapes import FoldShape
 from .spec import CacheSpec
 
 REPEATS = 9
-# (threads, accumulators a thread, CTAs a multiprocessor) tried beside the shape that serves.
-CUTS = [(128, 64, 4), (128, 32, 5), (128, 32, 6), (256, 64, 2), (256, 32, 3), (256, 32, 2), (128, 16, 8)]
+# (warps, 16-byte pieces a thread, CTAs a multiprocessor) tried beside the shape that serves.
+CUTS = [(4, 8, 4), (4, 8, 6), (4, 4, 6), (4, 4, 8), (2, 8, 10), (8, 8, 2), (4, 16, 3), (4, 16, 4)]
+STATES = ("f32", "bf16")
 
 
 def elapsed_us(work: Callable[[], object], times: int = 1) -> float:
@@ -89,6 +91,18 @@ def plain_copy_us(nbytes: int) -> float:
     return min(elapsed_us(partial(right.copy_, left)), statistics.median(alone))
 
 
+def error(cache: ReplayCache, source: int, destination: int, rows: int) -> str:
+    """How a slot of the first layer that was materialized differs from float64."""
+    start, count, slots = (
+        torch.tensor([value], device=cache.device) for value in (int(cache.ring_start[source]), rows, source)
+    )
+    exact = fold(cache.layers[0], cache.A[0], slots, start, count, rows, torch.float64)[0]
+    found = cache.layers[0].state[destination]
+    worst = float((found.double() - exact).abs().max() / exact.abs().max())
+    other = float((found != exact.to(found.dtype)).double().mean())
+    return f"error at most {worst:.1e} of the largest element; {100 * other:.2g}% are not the nearest value"
+
+
 def moves(state_dtype: str, layers: int, batch: int, window: int, *, cuts: bool) -> None:
     """Materialize, copy and reset of `batch` slots of `layers` layers of a 128-head model, beside a plain copy."""
     spec = CacheSpec(layers=layers, heads=128, head_dim=64, d_state=128, groups=8, tokens=min(4, window),
@@ -124,6 +138,7 @@ def moves(state_dtype: str, layers: int, batch: int, window: int, *, cuts: bool)
         count = torch.full((batch,), folds, dtype=torch.int32, device="cuda")
         us = elapsed_us(partial(materialized, count, src, dst)) - fill
         report(f"materialize {folds} rows", us, 2 * state_bytes + folds * per_row)
+    print(f"  {window} rows: {error(cache, int(src[0]), int(dst[0]), window)}", flush=True)
     count = torch.full((batch,), 4, dtype=torch.int32, device="cuda")
     us = elapsed_us(partial(materialized, count, src, src)) - fill
     report("materialize 4 rows in place", us, 2 * state_bytes + 4 * per_row)
@@ -132,19 +147,19 @@ def moves(state_dtype: str, layers: int, batch: int, window: int, *, cuts: bool)
     slot_bytes = layers * batch * spec.layer_bytes
     report("copy", elapsed_us(partial(cache.copy, src, dst)), 2 * slot_bytes)
     report("reset", elapsed_us(partial(cache.reset, dst)), state_bytes)
-    for threads, accumulators, ctas in CUTS if cuts else ():
+    for warps, accesses, ctas in CUTS if cuts else ():
         try:
-            shape = FoldShape.cut(geometry, threads=threads, accumulators=accumulators, ctas_per_sm=ctas)
+            shape = FoldShape.cut(geometry, warps=warps, accesses=accesses, ctas_per_sm=ctas)
         except ValueError:
             continue
         ops._fold = CacheRecipe("fold", shape)
         where = target.of_device(torch.cuda.current_device())
         found = compiler.entry_of(ops._fold, where).resources
-        for folds in (0, 8):
+        for folds in (0, window):
             count = torch.full((batch,), folds, dtype=torch.int32, device="cuda")
             us = elapsed_us(partial(materialized, count, src, dst)) - fill
             report(
-                f"{folds} rows: {threads} threads, {shape.rows} rows, {ctas} CTAs, {found.registers} registers, "
+                f"{folds} rows: {warps} warps, {shape.accesses} pieces, {ctas} CTAs, {found.registers} registers, "
                 f"{found.stack_bytes} spilled", us, 2 * state_bytes + folds * per_row,
             )  # fmt: skip
 
@@ -163,6 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--window", type=int, default=16, help="W of the caches whose slots are moved")
     parser.add_argument("--moves-only", action="store_true", help="time materialize, copy and reset, and nothing else")
+    parser.add_argument(
+        "--states", nargs="+", choices=STATES, default=STATES, help="dtypes of the states that are moved"
+    )
     parser.add_argument("--cuts", action="store_true", help="also time other shapes of the folding kernel")
     parser.add_argument("--warmup-only", action="store_true", help="time a warmup in this process, and nothing else")
     args = parser.parse_args(argv)
@@ -179,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subprocess.run(command, check=True)
     if not args.moves_only:
         cursors()
-    for state_dtype in ("f32", "bf16"):
+    for state_dtype in args.states:
         moves(state_dtype, args.layers, args.batch, args.window, cuts=args.cuts)
         torch.cuda.empty_cache()
     return 0

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from .. import dtypes
+from ..config import WARP
 from .spec import CacheSpec
+
+GROUP, STEP = 8, 16  # rows of P and of the ring that one matrix product takes
+# Bytes of shared memory: of a CTA, on every target; of a multiprocessor of sm_90 and sm_100, where each CTA takes 1 KiB
+# more for the driver.
+OF_A_CTA, OF_ALL_CTAS = 99 * 1024, 228 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FoldShape:
     """A CTA of the folding kernel: `tile` rows of P of one head, whole rows of N, held in registers.
 
-    A thread has 16 bytes each of `rows` consecutive rows.
+    A warp has `groups` times 8 rows of P; a thread's part of them is `accesses` pieces of 16 bytes.
 
     Attributes:
         spec: of the cache; its number of layers does not matter.
-        threads: of a CTA.
-        chunk: elements of state in 16 bytes.
-        columns: threads along N.
-        rows: of P, a thread.
-        tile: rows of P, a CTA.
+        warps: of a CTA.
+        groups: of 8 rows of P, a warp.
         ctas_per_sm: CTAs that shall share a multiprocessor; what bounds a thread's registers.
     """
 
     spec: CacheSpec
-    threads: int
-    chunk: int
-    columns: int
-    rows: int
-    tile: int
+    warps: int
+    groups: int
     ctas_per_sm: int
 
     @classmethod
@@ -38,59 +39,99 @@ class FoldShape:
         """The shape that serves a cache: the most bytes in flight that no register has to be spilled for.
 
         On their way to shared memory a thread's share of the ring's rows is in registers, beside its part of the tile:
-        windows of more than 32 rows leave room for fewer CTAs.
+        longer windows leave room for fewer CTAs.
         """
-        long = spec.window > 32
-        if spec.state_dtype != "f32":
-            return cls.cut(spec, threads=128, accumulators=40, ctas_per_sm=4 if long else 5)
-        ctas = 4 if not long else 3 if spec.d_state < 256 else 2
-        return cls.cut(spec, threads=128, accumulators=64, ctas_per_sm=ctas)
+        f32 = spec.state_dtype == "f32"
+        # To a multiprocessor's registers:
+        claims = f32, spec.window > 32, spec.io_dtype == "f16", spec.window > STEP and spec.d_state == 256
+        resident = max(8, 20 - 4 * sum(claims))  # warps
+        for warps in (4, 5, 2):
+            if spec.head_dim // GROUP % warps == 0:
+                shape = cls.cut(spec, warps=warps, accesses=16 if f32 else 8)
+                if shape.shared_bytes() <= OF_A_CTA:
+                    break
+        ctas = min(resident // warps, OF_ALL_CTAS // (shape.shared_bytes() + 1024))
+        return dataclasses.replace(shape, ctas_per_sm=ctas)
 
     @classmethod
-    def cut(cls, spec: CacheSpec, *, threads: int, accumulators: int, ctas_per_sm: int) -> FoldShape:
-        """The shape of that many threads with as many rows as fit into `accumulators` elements a thread.
+    def cut(cls, spec: CacheSpec, *, warps: int, accesses: int, ctas_per_sm: int = 1) -> FoldShape:
+        """The shape of that many warps with as many rows as a thread has at most `accesses` pieces of.
 
         Raises:
             ValueError: if there is none.
         """
-        chunk = 16 // dtypes.BYTES[spec.state_dtype]
-        columns = spec.d_state // chunk
-        groups = threads // columns
-        # x comes in 16-byte pieces of 8 rows of P
-        fits = [
-            rows
-            for rows in range(1, accumulators // chunk + 1)
-            if spec.head_dim % (rows * groups) == 0 and rows * groups % 8 == 0
-        ]
-        if not fits:
-            raise ValueError(f"no shape of {threads} threads and {accumulators} accumulators fits {spec}")
-        return cls(spec, threads, chunk, columns, max(fits), max(fits) * groups, ctas_per_sm)
+        for groups in range(spec.head_dim // GROUP // warps, 0, -1):
+            shape = cls(spec, warps, groups, ctas_per_sm)
+            if spec.head_dim % shape.tile == 0 and shape.accesses <= accesses:
+                return shape
+        raise ValueError(f"no shape of {warps} warps and {accesses} accesses a thread fits {spec}")
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.warps * WARP
+
+    @property
+    def tile(self) -> int:
+        """Rows of P, a CTA."""
+        return GROUP * self.groups * self.warps
+
+    @property
+    def chunk(self) -> int:
+        """Elements of state in 16 bytes."""
+        return 16 // dtypes.BYTES[self.spec.state_dtype]
+
+    @property
+    def lines(self) -> int:
+        """Parts of 128 bytes of a row of N, of which 8 threads have a piece each."""
+        return self.spec.d_state // self.chunk // 8
+
+    @property
+    def accesses(self) -> int:
+        """Pieces of 16 bytes, a thread."""
+        return self.groups * 2 * self.lines
 
     @property
     def positions(self) -> int:
-        """Rows of the ring that shared memory has room for: W, in fours to keep what follows aligned."""
-        return -(-self.spec.window // 4) * 4
+        """Rows of the ring that shared memory has room for: W, in steps of the products."""
+        return -(-self.spec.window // STEP) * STEP
 
-    # Shared memory: weights and the total decay; x (position, tile) f32; B (position, N); a tile that is kept aside.
+    @property
+    def b_terms(self) -> int:
+        """bf16 values that add up to one of B."""
+        return 1 if self.spec.io_dtype == "bf16" else 2
+
+    # Shared memory: weights and the total decay; x (position, row of P) f32; B as words of two positions; a tile that
+    # is kept aside.
+
+    @property
+    def weights(self) -> int:
+        """Number of the weights, of a whole number of warps; the total decay follows them."""
+        return -(-self.positions // WARP) * WARP
 
     @property
     def x_at(self) -> int:
         """Bytes from the start of shared memory to x."""
-        return 4 * (self.positions + 4)
+        return 4 * (self.weights + 4)
+
+    @property
+    def x_stride(self) -> int:
+        """Words from a position of x to the next."""
+        return self.tile + 2  # so that the lanes of a warp, 8 rows of every fourth position, find every bank once
 
     @property
     def b_at(self) -> int:
         """Bytes to B."""
-        return self.x_at + 4 * self.positions * self.tile
+        return self.x_at + 4 * self.positions * self.x_stride
 
     @property
     def kept_at(self) -> int:
         """Bytes to the tile that is kept aside."""
-        return self.b_at + 2 * self.positions * self.spec.d_state
+        return self.b_at + 2 * self.b_terms * self.positions * self.spec.d_state
 
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return self.kept_at + 16 * self.threads * self.rows
+        return self.kept_at + 16 * self.threads * self.accesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 A CTA moves one tile of one head of one layer (see `FoldShape`) for one row of the batch, or for all rows of the chain
 that `moves` planned. The whole tile is asked for at once and stays in registers:
 
-    S' = exp(C) S + sum_j exp(C - c_j) dt_j x_j (outer) B_j
+    S' = exp(C) S + sum_j (exp(C - c_j) dt_j x_j) (outer) B_j
 
-over the rows j that are folded, c_j the sum of A dt up to row j and C its total, all in f32. C - c_j is summed from the
-newest row to the oldest: no decay is a difference of two long sums. Where nothing is folded the bits are copied.
+over the rows j that are folded, c_j the sum of A dt up to row j and C its total, all as exact as f32 (see `products`).
+C - c_j is summed from the newest row to the oldest: no decay is a difference of two long sums. Where nothing is folded
+the bits are copied.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...config import WARP
-from ...kernels.primitives import CUTLASS_TYPE, as_float, bits, high_half, load_words, low_half, pack, store_words
-from ..shapes import FoldShape
+from ...kernels.primitives import CUTLASS_TYPE, as_float, bits, load_words, pack, store_words
+from ..shapes import GROUP, STEP, FoldShape
 from . import layers, moves
+from .folded_rows import FoldedRows
+from .products import Operands, Products, unpack
 
 
 class FoldKernel:
@@ -29,8 +32,8 @@ class FoldKernel:
         self.shape = shape
         s = self.spec = shape.spec
         self.splits = s.head_dim // shape.tile
-        self.state_bytes = 16 // shape.chunk
-        self.x_width = next(n for n in (4, 2, 1) if shape.rows % n == 0)  # words that one access of shared memory takes
+        self.row_bytes = s.d_state * 16 // shape.chunk
+        self.rows, self.products = FoldedRows(shape), Products(shape)
 
     @cute.jit
     def __call__(self, table: cute.Tensor, rates: cute.Tensor, records: cute.Tensor, batch: Int32, stream):
@@ -52,15 +55,17 @@ class FoldKernel:
         layer, head = block // per_layer, block % per_layer // self.splits
         p0 = block % self.splits * shape.tile
         shared = SmemAllocator().allocate(shape.shared_bytes(), byte_alignment=16)
-        first = p0 + thread // shape.columns * shape.rows
-        mine = ((head * spec.head_dim + first) * spec.d_state + thread % shape.columns * shape.chunk) * self.state_bytes
-        # Before anything waits for a record: where all tensors of the layer are.
-        state, *ring = [layers.load(table, layer, k) for k in range(len(layers.TENSORS))]
+        warp, lane = thread // WARP, thread % WARP
+        first = head * spec.head_dim + p0 + warp * (GROUP * shape.groups) + lane % 4
+        mine = first * self.row_bytes + lane // 4 * 16
         at = Int32(at)
         while at >= 0:
+            # Where the layer's tensors are, beside the record: read again for a chain's next move rather than kept.
+            state, *ring = [layers.load(table, layer, k) for k in range(len(layers.TENSORS))]
             move = moves.load_record(records, at)
+            cute.arch.sync_warp()  # a fence for the scheduler, which would read the table after the record has come
             if move.src >= 0:
-                tile = cute.make_rmem_tensor(cute.make_layout(4 * shape.rows), Int32)
+                tile = cute.make_rmem_tensor(cute.make_layout(4 * shape.accesses), Int32)
                 self.load(tile, state.place(move.src), mine)
                 cute.arch.sync_warp()  # a fence for the scheduler: the state is asked for before all that follows
                 if move.count > 0:
@@ -80,32 +85,32 @@ class FoldKernel:
     # A thread's part of the tile
     # -----------------------------------------------------------------------------------------------
 
-    def pieces(self, base, mine):
-        """This thread's 16 bytes of each of its rows, in a slot of the state."""
-        row = self.spec.d_state * self.state_bytes
+    def places(self, base, mine):
+        """This thread's pieces of a slot of the state: by rows t and 4 + t of each group, then along N."""
         first = layers.at(base, cute.assume(mine, divby=16), Int32, 16)
-        return [first + i * row // 4 for i in range(self.shape.rows)]
+        rows, lines = range(0, GROUP * self.shape.groups, 4), range(self.shape.lines)
+        return [first + (row * self.row_bytes + line * 128) // 4 for row in rows for line in lines]
 
     def load(self, tile, base, mine) -> None:
-        for i, piece in enumerate(self.pieces(base, mine)):
+        for i, piece in enumerate(self.places(base, mine)):
             for e, word in enumerate(load_words(piece, 4)):
                 tile[4 * i + e] = word
 
     def store(self, tile, base, mine) -> None:
-        for i, piece in enumerate(self.pieces(base, mine)):
+        for i, piece in enumerate(self.places(base, mine)):
             store_words(piece, [tile[4 * i + e] for e in range(4)])
 
-    def places(self, kept, thread):
+    def aside(self, kept, thread):
         """Where this thread keeps its part aside: no other touches it."""
         words = cute.recast_ptr(kept, dtype=Int32) + cute.assume(thread * 4, divby=4)
-        return [words + i * self.shape.threads * 4 for i in range(self.shape.rows)]
+        return [words + i * self.shape.threads * 4 for i in range(self.shape.accesses)]
 
     def keep(self, tile, kept, thread) -> None:
-        for i, place in enumerate(self.places(kept, thread)):
+        for i, place in enumerate(self.aside(kept, thread)):
             store_words(place, [tile[4 * i + e] for e in range(4)])
 
     def fetch(self, tile, kept, thread) -> None:
-        for i, place in enumerate(self.places(kept, thread)):
+        for i, place in enumerate(self.aside(kept, thread)):
             for e, word in enumerate(load_words(place, 4)):
                 tile[4 * i + e] = word
 
@@ -118,104 +123,33 @@ class FoldKernel:
         """Advance the tile through the oldest `move.count` live rows, in place."""
         spec, shape = self.spec, self.shape
         x_cache, b_cache, dt_cache = ring
+        # Not from the count within W, of which the compiler would learn that 16 rows are one step: without a loop it
+        # works on all lines and groups at a time, and has more sums than there are registers.
+        steps = (cutlass.min(move.count, shape.weights) + (STEP - 1)) // STEP
         move = move._replace(count=cutlass.min(move.count, spec.window))  # what shared memory has room for
-        x_words = self.ring_words(x_cache.place(move.src), head, spec.head_dim, p0, shape.tile, move, thread)
-        group = head // (spec.heads // spec.groups)
-        b_words = self.ring_words(b_cache.place(move.src), group, spec.d_state, 0, spec.d_state, move, thread)
-        weights = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(shape.positions + 1))
+        operands = Operands(
+            cute.recast_ptr(shared, dtype=Float32),
+            cute.recast_ptr(shared + shape.x_at, dtype=Float32),
+            cute.recast_ptr(shared + shape.b_at, dtype=Int32),
+        )
+        x_words = self.rows.x(x_cache.place(move.src), head, p0, move, thread)
+        b_words = self.rows.b(b_cache.place(move.src), head // (spec.heads // spec.groups), move, thread)
         if thread < WARP:
-            self.weigh(weights, dt_cache.place(move.src), Float32(rates[layer, head]), head, move)
-        xs = cute.recast_ptr(shared + shape.x_at, dtype=Float32)
-        bs = cute.recast_ptr(shared + shape.b_at, dtype=Int32)
-        self.put_x(xs, x_words, thread)
-        self.put_b(bs, b_words, thread)
+            self.rows.weigh(operands.weights, dt_cache.place(move.src), Float32(rates[layer, head]), head, move)
+        self.products.put_x(operands.x, x_words, thread)
+        self.products.put_b(operands.b, b_words, thread)
         cute.arch.sync_threads()
-        total = weights[shape.positions]
-        sums = cute.make_rmem_tensor(cute.make_layout(shape.rows * shape.chunk), Float32)
-        for k, value in enumerate(self.unpack([tile[i] for i in range(4 * shape.rows)], spec.state_dtype)):
-            sums[k] = value * total
-        mine_x = xs + cute.assume(thread // shape.columns * shape.rows, divby=self.x_width)
-        mine_b = bs + cute.assume(thread % shape.columns * (shape.chunk // 2), divby=shape.chunk // 2)
-        for j in cutlass.range(move.count, unroll=1):
-            row_b = mine_b + cute.assume(j * (spec.d_state // 2), divby=spec.d_state // 2)
-            weight = weights[j]
-            b = [v * weight for v in self.unpack(load_words(row_b, shape.chunk // 2), spec.io_dtype)]
-            x = self.load_x(mine_x + cute.assume(j * shape.tile, divby=shape.tile))
-            for i in cutlass.range_constexpr(shape.rows):
-                for e in cutlass.range_constexpr(shape.chunk):
-                    sums[i * shape.chunk + e] = sums[i * shape.chunk + e] + x[i] * b[e]
-        for i, word in enumerate(self.repack([sums[k] for k in range(shape.rows * shape.chunk)])):
-            tile[i] = word
-
-    def ring_row(self, move, position):
-        """The ring row of live row `position` of a move's source; those beyond the folded ones repeat the last."""
-        row = move.start + cutlass.min(position, move.count - 1)
-        return Int32(cutlass.select_(row >= self.spec.ring_rows, row - self.spec.ring_rows, row))
-
-    def ring_words(self, base, head, width, first, columns, move, thread):
-        """This thread's 16-byte pieces of `columns` columns from `first` on of every folded row, as words."""
-        per_row = columns // 8
-        loaded = []
-        for k in range(-(-self.shape.positions * per_row // self.shape.threads)):
-            piece = cutlass.min(thread + k * self.shape.threads, self.shape.positions * per_row - 1)
-            row = head * self.spec.ring_rows + self.ring_row(move, piece // per_row)
-            offset = (row * width + first + piece % per_row * 8) * 2
-            loaded.append(load_words(layers.at(base, cute.assume(offset, divby=16), Int32, 16), 4))
-        return loaded
-
-    @cute.jit
-    def put_x(self, xs, words, thread):
-        """x as f32, [position][row of P]."""
-        per_row = self.shape.tile // 8
-        for k in cutlass.range_constexpr(len(words)):
-            piece = thread + k * self.shape.threads
-            if piece < self.shape.positions * per_row:
-                values = [bits(v) for v in self.unpack(words[k], self.spec.io_dtype)]
-                target = xs + cute.assume(piece * 8, divby=8)
-                store_words(target, values[:4])
-                store_words(target + 4, values[4:])
-
-    @cute.jit
-    def put_b(self, bs, words, thread):
-        """B as it is, [position][column of N]."""
-        per_row = self.spec.d_state // 8
-        for k in cutlass.range_constexpr(len(words)):
-            piece = thread + k * self.shape.threads
-            if piece < self.shape.positions * per_row:
-                store_words(bs + cute.assume(piece * 4, divby=4), words[k])
-
-    def load_x(self, pointer):
-        """x of this thread's rows of P."""
-        width = self.x_width
-        return [as_float(word) for i in range(0, self.shape.rows, width) for word in load_words(pointer + i, width)]
-
-    @cute.jit
-    def weigh(self, weights, base, rate, head, move):
-        """exp(C - c_j) dt_j of every folded row j, then exp(C), by one warp: lane l has the l-th newest row."""
-        lane = cute.arch.lane_idx()
-        carried = Float32(0.0)
-        for part in cutlass.range_constexpr(-(-self.spec.window // WARP)):
-            j = move.count - 1 - lane - part * WARP
-            row = head * self.spec.ring_rows + self.ring_row(move, cutlass.max(j, 0))
-            step = as_float(load_words(layers.at(base, row * 4, Int32, 4), 1)[0])
-            step = Float32(cutlass.select_(j >= 0, step, Float32(0.0)))
-            inclusive = rate * step
-            for k in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(inclusive, 1 << k, mask_and_clamp=0)
-                inclusive = inclusive + Float32(cutlass.select_(lane >= 1 << k, other, Float32(0.0)))
-            newer = cute.arch.shuffle_sync_up(inclusive, 1, mask_and_clamp=0)
-            newer = Float32(cutlass.select_(lane == 0, Float32(0.0), newer))
-            if j >= 0:
-                weights[j] = cute.math.exp(carried + newer) * step
-            carried = carried + cute.arch.shuffle_sync(inclusive, WARP - 1)
-        if lane == 0:
-            weights[self.shape.positions] = cute.math.exp(carried)
-
-    def unpack(self, words, kind):
-        """The elements of words, as f32."""
-        if kind == "f32":
-            return [as_float(w) for w in words]
-        return [half(kind, w) for w in words for half in (low_half, high_half)]
+        total = as_float(load_words(operands.weights + shape.weights, 1)[0])
+        for line in cutlass.range_constexpr(shape.lines):
+            for group in cutlass.range_constexpr(shape.groups):
+                sums = cute.make_rmem_tensor(cute.make_layout(2 * shape.chunk), Float32)
+                self.products.sums(sums, operands, steps, group, line, thread)
+                for row in cutlass.range_constexpr(2):
+                    at = 4 * ((2 * group + row) * shape.lines + line)
+                    old = unpack([tile[at + w] for w in range(4)], spec.state_dtype)
+                    added = self.products.of_piece(sums, row)
+                    for w, word in enumerate(self.repack([old[k] * total + added[k] for k in range(shape.chunk)])):
+                        tile[at + w] = word
 
     def repack(self, values):
         """f32 values as words of state, rounded to nearest."""
