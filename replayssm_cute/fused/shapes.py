@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import WARP
+from ..config import WARP, TileConfig
+from ..problem import Problem
 from .problem import LayerProblem
 
 PIECE = 8  # 16-bit values in 16 bytes
@@ -97,6 +98,21 @@ class NormShape:
     def pieces(self) -> int:
         """16-byte pieces of a group that a thread takes."""
         return -(-self.group // (PIECE * self.threads))
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One step kernel that convolves its x.
+
+    Attributes:
+        problem, config: of the step; x is raw there.
+        weight_dtype, bias_dtype: of the conv; None where it has no bias.
+    """
+
+    problem: Problem
+    config: TileConfig
+    weight_dtype: str
+    bias_dtype: str | None
 
 
 def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool) -> ConvShape:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
 from ..shapes import ConvShape
-from .values import load_values, silu, unpack
-
-TAPS = 4
+from .values import TAPS, convolved, load_values, unpack
 
 
 class ConvKernel:
@@ -81,7 +79,7 @@ class ConvKernel:
             self.trigger()
             new = [self.load_new(inputs, r, channel) for r in row]
         taps = load_values(weight, shape.weight_dtype, channel * TAPS, TAPS * vector)
-        bases = [Float32(0.0)] * vector
+        bases = None
         if cutlass.const_expr(bias is not None):
             bases = load_values(bias, shape.bias_dtype, channel, vector)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
@@ -105,12 +103,7 @@ class ConvKernel:
         values = [unpack(shape.io_dtype, words) for words in raw]
         if works:
             for t in cutlass.range_constexpr(shape.tokens):
-                result = []
-                for e in cutlass.range_constexpr(shape.vector):
-                    total = bases[e]
-                    for k in cutlass.range_constexpr(TAPS):
-                        total = total + taps[TAPS * e + k] * values[t + k][e]
-                    result.append(silu(total))
+                result = convolved(values[t : t + TAPS], taps, bases)
                 packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, shape.vector, 2)]
                 store_words(self.place(out, row, t, channel), packed)
                 store_words(self.place(conv_cache, slot, self.wrapped(end + t), channel), raw[TAPS - 1 + t])
