@@ -114,10 +114,18 @@ class Source:
         """What the scheduler gets to know of a wait."""
         return None
 
+    def path(self, name: str) -> Path:
+        """Where a module's source is."""
+        return FOLDER / f"{name}.py"
+
+    def importer(self, name: str) -> Any:
+        """What a module's imports call."""
+        return self._import
+
     def module(self, name: str) -> Any:
         """A module of `replayssm_cute.kernels`, loaded once."""
         if name not in self.modules:
-            path = FOLDER / f"{name}.py"
+            path = self.path(name)
             text = path.read_text()
             if self.replace and self.replace[0] == name:
                 if text.count(self.replace[1]) != 1:  # not an AssertionError, which would pass for a slip that is seen
@@ -127,7 +135,7 @@ class Source:
             tree = ast.fix_missing_locations(_Traced(self, tree).visit(tree))
             found = ModuleType(f"simulated.{name}")
             sys.modules[found.__name__] = found  # dataclasses look their annotations up there
-            vars(found).update(_branch=branch, __builtins__={**vars(builtins), "__import__": self._import})
+            vars(found).update(_branch=branch, __builtins__={**vars(builtins), "__import__": self.importer(name)})
             exec(compile(tree, str(path), "exec"), vars(found))
             self.modules[name] = found
         return self.modules[name]

@@ -22,7 +22,7 @@ from cutlass import Int32, Int64
 from ...kernels.bundles import NewTokens, Row, Share, Shared, Tensors, Thread
 from ...kernels.phases import Inputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
-from ...kernels.signature import FREE, fake_arguments
+from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
