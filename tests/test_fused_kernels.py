@@ -96,11 +96,14 @@ def test_wrong_kernels_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         proof.prove(recipe, fused_lanes.kernel(recipe), CPU)
 
 
+CONVOLVED = fused_lanes.MODULES["conv"].convolved
 VALUE_SLIPS: dict[str, tuple[ConvShape | NormShape, str, str, Any]] = {
     "no gate": (NORM, "norm", "silu", lambda v: v),
-    "no SiLU": (CONV, "conv", "silu", lambda v: v),
+    "no SiLU": (CONV, "values", "silu", lambda v: v),
     "halves swapped": (CONV, "conv", "pack", lambda k, low, high: fused_lanes.REPLACED["pack"](k, high, low)),
-    "three taps": (CONV, "conv", "TAPS", 3),
+    "three taps": (
+        CONV, "conv", "convolved", lambda u, w, b: CONVOLVED([[0 * v for v in u[0]], *u[1:]], w, b),
+    ),
 }
 
 

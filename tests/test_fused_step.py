@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from simulator.launch import Run
 from simulator.layer import LAYER, ConvRun, LayerSource
 from test_step_indices import TWO_WAYS as STEP_TWO_WAYS
 
-from replayssm_cute import dtypes
+from replayssm_cute import dtypes, plan
 from replayssm_cute.calls import Call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import proof
+from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.reference import conv_reference
 from replayssm_cute.fused.shapes import StepShape
 from replayssm_cute.problem import Problem
@@ -141,3 +143,21 @@ def test_raw_inputs_wait_for_the_projection() -> None:
     early = ("step", "            cute.arch.griddepcontrol_wait()\n", "")
     with pytest.raises(AssertionError, match="while the predecessor may still be writing it"):
         run(shape, LayerSource(early))
+
+
+def test_the_self_check_is_that_of_every_step() -> None:
+    """The proof before a kernel serves, on the simulator: right kernels pass, and one that is wrong does not."""
+    shape = StepShape(Problem(heads=2, head_dim=64, d_state=64, groups=1, tokens=2, window=4), TileConfig(), "bf16", "f32")
+
+    def kernel(source: LayerSource) -> Any:
+        def launch(*arguments: Any) -> None:
+            *step, ring, weight, bias = arguments
+            conv = {"conv_cache": ring, "conv_weight": weight, "conv_bias": bias}
+            ConvRun(shape, plan.as_call(tuple(step), shape.problem.dt_softplus), conv, source)
+
+        return launch
+
+    proof.prove(LayerRecipe(shape), kernel(LAYER), torch.device("cpu"))
+    for slip in ("no gate", "the ring gets an old input", "x is not appended"):
+        with pytest.raises((RuntimeError, AssertionError), match="self-check: decode_step's step with x's conv"):
+            proof.prove(LayerRecipe(shape), kernel(LayerSource(SLIPS[slip])), torch.device("cpu"))

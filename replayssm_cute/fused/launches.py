@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from .. import compiler, plan
+from .. import compiler, plan, tables
 from ..config import TileConfig
+from ..sm100 import Sm100Config
 from . import overlap as overlaps
 from . import proof
 from .overlap import Overlap
 from .problem import LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
-from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape
+from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape, step_shape
 
 _LIMIT = 4096  # signatures kept
 
@@ -40,6 +41,7 @@ class LayerPlan:
         overlap: which kernels start early.
         step: the checkpointing SSU's plan.
         conv, norm: the kernels before and after it.
+        x_step: the step kernel that convolves x, in place of the plan's own, and the conv B and C alone; or None.
     """
 
     problem: LayerProblem
@@ -47,6 +49,7 @@ class LayerPlan:
     step: plan.Plan
     conv: compiler.Kernel
     norm: compiler.Kernel
+    x_step: compiler.Kernel | None = None
 
     def launch(self, call: LayerCall) -> torch.Tensor:
         """Run the step on a call of this problem, on the current stream of its device."""
@@ -56,21 +59,29 @@ class LayerPlan:
 
     def parts(self, call: LayerCall) -> tuple[tuple[compiler.Kernel, tuple[Any, ...]], ...]:
         """Each launch of a call in order: a kernel and its arguments."""
-        scratch = call.scratch
+        scratch, first = call.scratch, 0 if self.x_step is None else self.problem.d_inner
         if scratch is None:
-            scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels))
-        slots, pad = call.state_batch_indices, call.pad_slot_id
+            scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels - first))
+        elif first:
+            scratch = scratch[..., first:]
+        slots, pad, bias = call.state_batch_indices, call.pad_slot_id, call.conv_bias
+        conv = [call.conv_inputs(), call.conv_cache, call.conv_weight, bias]
+        step: tuple[compiler.Kernel, tuple[Any, ...]]
+        if self.x_step is None:
+            step = self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))
+        else:
+            conv = [conv[0][..., first:], conv[1][..., first:], conv[2][first:], None if bias is None else bias[first:]]
+            of_x = call.step_call(scratch, call.out, with_x=False)
+            step = self.x_step, (*plan.kernel_args(of_x), *call.conv_of_x())
+        inputs, cache, weight, bias = conv
         return (
             (
                 self.conv,
-                (
-                    call.conv_inputs(), call.conv_cache, call.ring_start, call.prev_num_accepted_tokens,
-                    call.conv_weight, call.conv_bias, scratch, slots, pad,
-                ),
+                (inputs, cache, call.ring_start, call.prev_num_accepted_tokens, weight, bias, scratch, slots, pad),
             ),
-            (self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))),
+            step,
             (self.norm, (call.out, call.gate(), call.norm_weight, slots, float(call.eps), pad)),
-        )  # fmt: skip
+        )
 
 
 def run(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> torch.Tensor:
@@ -178,18 +189,31 @@ def _chain(
     norm: NormShape | None,
 ) -> LayerPlan:
     """The plan with a given overlap."""
-    chained, first = overlap.chained, overlap.first
+    chained = overlap.chained
     problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=chained))
-    for shape in conv_shapes(problem, chained=chained, pdl=first) if conv is None else (conv,):
+    step = plan.make(problem.step, batch, device, config)
+    x_step = None
+    if overlap.x_in_step:
+        assert step.choice is not None  # of a GPU's plan there is one
+        if isinstance(step.choice.config, Sm100Config):  # that kernel has no conv in it
+            overlap = Overlap.ALL if overlap.first else Overlap.INNER
+        else:
+            if config is None and not compiler.capturing():
+                for other in tables.candidates(problem.step, plan.device_target(device)):
+                    ready(LayerRecipe(step_shape(problem, other)), device)
+            x_step = ready(LayerRecipe(step_shape(problem, step.choice.config)), device)
+    how: dict[str, bool] = {"chained": chained, "pdl": overlap.first, "with_x": not overlap.x_in_step}
+    for shape in conv_shapes(problem, **how) if conv is None else (conv,):
         if not compiler.capturing():
             ready(LayerRecipe(shape), device)
-    chosen = conv_shape(problem, batch, chained=chained, pdl=first) if conv is None else conv
+    chosen = conv_shape(problem, batch, **how) if conv is None else conv
     return LayerPlan(
         problem,
         overlap,
-        plan.make(problem.step, batch, device, config),
+        step,
         ready(LayerRecipe(chosen), device),
         ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
+        x_step,
     )
 
 

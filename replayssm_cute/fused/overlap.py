@@ -1,7 +1,7 @@
-"""Which of a decode step's kernels start while the one before them still runs.
+"""Which of a decode step's kernels start while the one before them still runs, and which of them convolves x.
 
-By default all that may: this hides launches and latencies. Where a measured table knows the problem on this GPU, and
-another choice was faster there by more than MARGIN, that one serves. A table holds the times of each choice (see
+By default all start early that may: this hides launches and latencies; and the conv's kernel convolves x, too. Where a
+measured table knows the problem on this GPU, and another choice was faster there by more than MARGIN, that one serves. A table holds the times of each choice (see
 `read`); `replayssm_tuning.layer_bench` measures them, `replayssm_tuning.layer_report` writes them. Shipped ones lie in
 `tables/overlap`; those that REPLAYSSM_LAYER_TABLES names (separated as in PATH) go before them.
 """
@@ -34,11 +34,13 @@ FOLDER = Path(tables.__file__).parent / "overlap"
 
 
 class Overlap(StrEnum):
-    """What starts early, by the names that measurements have."""
+    """What starts early, and where x is convolved, by the names that measurements have."""
 
     NONE = "chain"
     INNER = "chain, PDL"
     ALL = "chain, PDL, conv too"
+    INNER_X = "chain, PDL, x in step"
+    ALL_X = "chain, PDL, conv too, x in step"
 
     @property
     def chained(self) -> bool:
@@ -48,7 +50,15 @@ class Overlap(StrEnum):
     @property
     def first(self) -> bool:
         """Whether the conv starts while the kernel before the call runs."""
-        return self is Overlap.ALL
+        return self in (Overlap.ALL, Overlap.ALL_X)
+
+    @property
+    def x_in_step(self) -> bool:
+        """Whether the step convolves x, and the conv before it B and C alone."""
+        return self in (Overlap.INNER_X, Overlap.ALL_X)
+
+
+REQUIRED = (Overlap.NONE, Overlap.INNER, Overlap.ALL)  # what each table has times of
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +124,8 @@ def read(path: Path) -> OverlapTable:
 def _cells(buckets: list[dict[str, Any]]) -> dict[int, dict[Overlap, float]]:
     found = {}
     for bucket in sorted(buckets, key=lambda b: b["batch"]):
-        times = {kind: float(bucket["times_us"][kind]) for kind in Overlap}
+        given = bucket["times_us"]
+        times = {kind: float(given[kind]) for kind in Overlap if kind in REQUIRED or kind in given}
         if type(bucket["batch"]) is not int or bucket["batch"] < 1 or not all(0 < t < 1e9 for t in times.values()):
             raise tables.TableError(f"got a bucket {bucket}, expected a positive batch and positive times")
         found[bucket["batch"]] = times
@@ -168,7 +179,7 @@ def candidates(problem: Problem, target: Target, *, promised: bool) -> tuple[Ove
 def fastest(times: Mapping[Overlap, float], promised: bool) -> Overlap:
     """The default, or what is faster than it by more than the margin."""
     default = _default(promised)
-    best = min((kind for kind in Overlap if promised or not kind.first), key=times.__getitem__)
+    best = min((kind for kind in times if promised or not kind.first), key=times.__getitem__)
     return best if times[default] > (1 + MARGIN) * times[best] else default
 
 

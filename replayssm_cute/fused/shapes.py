@@ -115,17 +115,19 @@ class StepShape:
     bias_dtype: str | None
 
 
-def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool) -> ConvShape:
+def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool, with_x: bool = True) -> ConvShape:
     """The conv kernel for a batch size.
 
     Args:
         chained: whether the step starts while the conv runs.
         pdl: whether the conv starts while its predecessor runs.
+        with_x: False: of B and C alone.
     """
-    vector, threads = _conv_cuts(problem)[batch * problem.channels >= SPREAD_VECTORS * PIECE]
+    channels = problem.channels if with_x else problem.channels - problem.d_inner
+    vector, threads = _conv_cuts(problem)[batch * channels >= SPREAD_VECTORS * PIECE]
     step = problem.step
     return ConvShape(
-        channels=problem.channels,
+        channels=channels,
         tokens=step.tokens,
         ring_rows=step.ring_rows,
         io_dtype=step.io_dtype,
@@ -144,9 +146,14 @@ def _conv_cuts(problem: LayerProblem) -> tuple[tuple[int, int], tuple[int, int]]
     return (2, 64), (8 if problem.step.tokens <= 8 else 4, 128)
 
 
-def conv_shapes(problem: LayerProblem, *, chained: bool, pdl: bool) -> tuple[ConvShape, ...]:
+def conv_shapes(problem: LayerProblem, *, chained: bool, pdl: bool, with_x: bool = True) -> tuple[ConvShape, ...]:
     """Every conv kernel that some batch size asks for."""
-    return tuple(conv_shape(problem, batch, chained=chained, pdl=pdl) for batch in (1, 1 << 24))
+    return tuple(conv_shape(problem, batch, chained=chained, pdl=pdl, with_x=with_x) for batch in (1, 1 << 24))
+
+
+def step_shape(problem: LayerProblem, config: TileConfig) -> StepShape:
+    """The step kernel that convolves x."""
+    return StepShape(problem.step, config, problem.conv_dtype, problem.conv_bias_dtype)
 
 
 def norm_shape(problem: LayerProblem, *, chained: bool) -> NormShape:
