@@ -37,6 +37,9 @@ CONVS = [
     dataclasses.replace(CONV, rows=2, pdl=True),
     dataclasses.replace(CONV, rows=4, tokens=1, ring_rows=4, channels=520, vector=4),
     dataclasses.replace(CONV, rows=2, tokens=2, index_dtype=None, bias_dtype=None, triggers=False),
+    dataclasses.replace(CONV, each=1, pdl=True, carveout=100),
+    dataclasses.replace(CONV, each=2, rows=2, vector=4, channels=520),
+    dataclasses.replace(CONV, tokens=6, each=3, ring_rows=9, vector=2, weight_dtype="f16"),
 ]
 NORMS = [
     NORM,
@@ -44,7 +47,7 @@ NORMS = [
     dataclasses.replace(NORM, d_inner=960, groups=3, tokens=1, warps=2, io_dtype="f16", weight_dtype="f16"),
     dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, warps=3, index_dtype=None),
     dataclasses.replace(NORM, d_inner=24, groups=3, tokens=2, warps=1, index_dtype="i64"),
-    dataclasses.replace(NORM, together=3),
+    dataclasses.replace(NORM, together=3, carveout=100),
     dataclasses.replace(NORM, tokens=4, together=2, warps=2, pdl=False),
     dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, together=2, warps=3, index_dtype=None),
 ]  # fmt: skip
@@ -76,8 +79,15 @@ SLIPS: dict[str, tuple[ConvShape | NormShape, Callable[[pytest.MonkeyPatch], Non
         dataclasses.replace(CONV, rows=4),
         _slip("conv", "rows_of", lambda f: lambda self, bundle, batch: ([True] * 4, [min(4 * bundle, batch - 1)] * 4)),
     ),
+    "tokens before a thread's from the ring": (
+        dataclasses.replace(CONV, each=2), _slip("conv", "series", lambda f: lambda self, old, new, first: old + new[3:]),
+    ),
+    "all tokens are the first": (
+        dataclasses.replace(CONV, each=2),
+        _slip("conv", "load_new", lambda f: lambda self, t, row, first, c: f(self, t, row, 0, c)),
+    ),
     "one sum for all tokens": (
-        dataclasses.replace(NORM, together=3),
+        dataclasses.replace(NORM, together=3, carveout=100),
         _slip("norm", "totals", lambda f: lambda self, values, thread: [f(self, values, thread)[0]] * 3),
     ),
     "another group's columns": (
@@ -265,7 +275,10 @@ def compiled_shapes() -> list[ConvShape | NormShape]:
     found += [shapes.norm_shape(half, chained=False)]
     conv, norm = shapes.conv_shape(SUPER, 256, chained=True, pdl=True), shapes.norm_shape(SUPER, chained=True)
     found += [dataclasses.replace(conv, vector=v, rows=r) for v, r in ((8, 2), (4, 2), (4, 4))]
+    found += [dataclasses.replace(conv, each=e, carveout=100) for e in (1, 2)]
     found += [dataclasses.replace(norm, together=n) for n in (2, 4)]
+    found += [dataclasses.replace(norm, carveout=100)]
+    found += [shapes.conv_shape(SUPER, b, chained=True, pdl=True, with_x=False) for b in (1, 256)]
     return found
 
 

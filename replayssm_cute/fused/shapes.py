@@ -13,9 +13,14 @@ MOST_THREADS = 1024
 SPREAD_VECTORS = 1 << 14  # 8-channel vectors of a launch below which narrower ones keep more lanes busy; unmeasured
 
 
+def _check_carveout(carveout: int | None) -> None:
+    if carveout is not None and not 0 <= carveout <= 100:
+        raise ValueError(f"carveout: got {carveout}, expected 0..100 or None")
+
+
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """One conv kernel. A thread takes `vector` channels of `rows` batch rows through all their tokens.
+    """One conv kernel. A thread takes `vector` channels of `rows` batch rows through all their tokens, or `each`.
 
     Attributes:
         channels, tokens, ring_rows: of the problem.
@@ -25,6 +30,9 @@ class ConvShape:
         threads: of a CTA.
         triggers: whether the next kernel may start before this one ends.
         pdl: whether this one may start before its predecessor ends.
+        each: tokens of a thread, a divisor of `tokens`; None: all. Unmeasured: no rule takes fewer.
+        carveout: percent of a multiprocessor's L1 to be shared memory while the kernel runs; None leaves it to the
+            driver. Step kernels ask for 100, and a multiprocessor that has to be divided anew has to be idle first.
     """
 
     channels: int
@@ -39,8 +47,13 @@ class ConvShape:
     triggers: bool = True
     pdl: bool = False
     rows: int = 1
+    each: int | None = None
+    carveout: int | None = None
 
     def __post_init__(self) -> None:
+        _check_carveout(self.carveout)
+        if self.each is not None and (self.each < 1 or self.tokens % self.each):
+            raise ValueError(f"each: got {self.each}, expected a divisor of {self.tokens} tokens or None")
         if self.rows not in (1, 2, 4):
             raise ValueError(f"rows: got {self.rows}, expected 1, 2 or 4")
         if self.vector not in (2, 4, 8):
@@ -50,8 +63,13 @@ class ConvShape:
 
     @property
     def ctas_per_row(self) -> int:
-        """CTAs of one batch row."""
+        """CTAs that share one batch row's channels."""
         return -(-self.channels // (self.vector * self.threads))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a thread."""
+        return self.each or self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,7 @@ class NormShape:
         triggers, pdl: as in `ConvShape`.
         together: tokens of a CTA, which read the weights once; a divisor of `tokens`. No rule takes more than one yet:
             unmeasured.
+        carveout: as in `ConvShape`.
     """
 
     d_inner: int
@@ -77,8 +96,10 @@ class NormShape:
     triggers: bool = True
     pdl: bool = True
     together: int = 1
+    carveout: int | None = None
 
     def __post_init__(self) -> None:
+        _check_carveout(self.carveout)
         if self.together < 1 or self.tokens % self.together:
             raise ValueError(f"together: got {self.together}, expected a divisor of {self.tokens} tokens")
         if not 0 < self.warps <= MOST_THREADS // WARP:

@@ -16,6 +16,11 @@ WORDS = 4  # 32-bit words in the widest access
 TAPS = 4
 
 
+def carved(carveout: int | None) -> dict[str, int]:
+    """How a launch asks for its share of shared memory: see `ConvShape.carveout`."""
+    return {} if carveout is None else {"preferred_smem_carveout": carveout}
+
+
 def unpack(kind: str, words):
     """The values in words of f32 or of two 16-bit floats, as f32."""
     if kind == "f32":
