@@ -17,7 +17,7 @@ from test_fused_reference import WIDE, RoundedHistory, fresh
 import replayssm_cute
 from replayssm_cute import compiler, target
 from replayssm_cute.fused import launches, shapes
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem, layer_problem
 from replayssm_cute.fused.reference import decode_step_reference
 from replayssm_cute.problem import Problem

@@ -112,7 +112,10 @@ VALUE_SLIPS: dict[str, tuple[ConvShape | NormShape, str, str, Any]] = {
     "no SiLU": (CONV, "values", "silu", lambda v: v),
     "halves swapped": (CONV, "conv", "pack", lambda k, low, high: fused_lanes.REPLACED["pack"](k, high, low)),
     "three taps": (
-        CONV, "conv", "convolved", lambda u, w, b: CONVOLVED([[0 * v for v in u[0]], *u[1:]], w, b),
+        CONV,
+        "conv",
+        "convolved",
+        lambda u, w, b: CONVOLVED([[0 * v for v in u[0]], *u[1:]], w, b),
     ),
 }
 

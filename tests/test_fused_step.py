@@ -147,7 +147,9 @@ def test_raw_inputs_wait_for_the_projection() -> None:
 
 def test_the_self_check_is_that_of_every_step() -> None:
     """The proof before a kernel serves, on the simulator: right kernels pass, and one that is wrong does not."""
-    shape = StepShape(Problem(heads=2, head_dim=64, d_state=64, groups=1, tokens=2, window=4), TileConfig(), "bf16", "f32")
+    shape = StepShape(
+        Problem(heads=2, head_dim=64, d_state=64, groups=1, tokens=2, window=4), TileConfig(), "bf16", "f32"
+    )
 
     def kernel(source: LayerSource) -> Any:
         def launch(*arguments: Any) -> None:

@@ -15,7 +15,7 @@ from replayssm_tuning.slots import make_cell
 import replayssm_cute
 from replayssm_cute import compiler, plan, target
 from replayssm_cute.fused import launches
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Overlap
 from replayssm_cute.fused.problem import layer_problem
 from replayssm_cute.problem import Problem
 

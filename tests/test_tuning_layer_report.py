@@ -11,7 +11,7 @@ from replayssm_tuning import layer_bench, layer_report
 
 from replayssm_cute import fingerprint, target
 from replayssm_cute.fused import overlap
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Overlap
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "reports" / "h200" / "layer" / "layer.json"
@@ -52,7 +52,7 @@ def test_tables_plot_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "layer.png").read_bytes()[:4] == b"\x89PNG"
     step = layer_bench.layer_problem(1, 16, "f32").step
     cells = overlap.read(table).entries[overlap.key_of(step)]
-    assert cells[4][Overlap.NONE] == 10 and [overlap.fastest(c, False) for c in cells.values()] == [
+    assert cells[4].times[Overlap.NONE] == 10 and [c.chain(False).overlap for c in cells.values()] == [
         "chain",
         "chain, PDL",
     ]

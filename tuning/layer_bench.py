@@ -23,7 +23,7 @@ import torch
 
 from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources, tables
 from replayssm_cute.fused import launches, shapes
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.shapes import ConvShape, NormShape

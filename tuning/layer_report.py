@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from replayssm_cute import atomic, fingerprint
-from replayssm_cute.fused.overlap import SCHEMA, Overlap, fastest
+from replayssm_cute.fused.chains import Overlap
+from replayssm_cute.fused.overlap import SCHEMA, fastest
 from replayssm_cute.target import named
 
 from .layer_bench import PARTS, conv_bytes, layer_problem, machine_code, norm_bytes

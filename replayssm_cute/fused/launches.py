@@ -20,7 +20,7 @@ from ..config import TileConfig
 from ..sm100 import Sm100Config
 from . import overlap as overlaps
 from . import proof
-from .overlap import Overlap
+from .chains import Chain, Overlap
 from .problem import LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
 from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape, step_shape
@@ -150,7 +150,7 @@ def make(
     *,
     config: TileConfig | None = None,
     enable_pdl: bool = False,
-    overlap: Overlap | None = None,
+    overlap: Overlap | Chain | None = None,
     conv: ConvShape | None = None,
     norm: NormShape | None = None,
 ) -> LayerPlan:
@@ -161,36 +161,41 @@ def make(
     Args:
         config: forces the step's tile config.
         enable_pdl: whether the conv may start while its predecessor runs.
-        overlap: forces which kernels start early; None takes what `overlap` knows.
-        conv, norm: force these kernels; None takes the rules of `shapes`.
+        overlap: forces which kernels start early and which convolves x, a `Chain` their shapes as well; None takes
+            what `overlap` knows.
+        conv, norm: force these kernels; None takes the chain's.
 
     Raises:
         ValueError, RuntimeError: as `decode_step`.
     """
-    others: tuple[Overlap, ...] = ()
+    others: tuple[Chain, ...] = ()
     if overlap is None:
         target = plan.device_target(device)
-        overlap = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
+        chain = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
         if not compiler.capturing():
             others = overlaps.candidates(problem.step, target, promised=enable_pdl)
+    else:
+        chain = Chain(overlap) if isinstance(overlap, Overlap) else overlap
     for other in others:
-        if other is not overlap:
-            _chain(problem, batch, device, config, other, conv, norm)
-    return _chain(problem, batch, device, config, overlap, conv, norm)
+        if other != chain:
+            _made(problem, batch, device, config, other, conv, norm)
+    return _made(problem, batch, device, config, chain, conv, norm)
 
 
-def _chain(
+def _made(
     problem: LayerProblem,
     batch: int,
     device: int,
     config: TileConfig | None,
-    overlap: Overlap,
+    chain: Chain,
     conv: ConvShape | None,
     norm: NormShape | None,
 ) -> LayerPlan:
-    """The plan with a given overlap."""
-    chained = overlap.chained
+    """The plan with a given chain."""
+    overlap, chained = chain.overlap, chain.overlap.chained
     problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=chained))
+    if config is None and chain.config is not None and plan._ready(problem.step, chain.config, device, batch):
+        config = chain.config  # else its kernel failed its self-check, and what stands in for it serves
     step = plan.make(problem.step, batch, device, config)
     x_step = None
     if overlap.x_in_step:
@@ -203,6 +208,11 @@ def _chain(
                     ready(LayerRecipe(step_shape(problem, other)), device)
             x_step = ready(LayerRecipe(step_shape(problem, step.choice.config)), device)
     how: dict[str, bool] = {"chained": chained, "pdl": overlap.first, "with_x": not overlap.x_in_step}
+    if conv is None and chain.conv is not None:
+        conv = chain.conv.of(conv_shape(problem, batch, **how))
+    if norm is None:
+        norm = norm_shape(problem, chained=chained)
+        norm = norm if chain.norm is None else chain.norm.of(norm)
     for shape in conv_shapes(problem, **how) if conv is None else (conv,):
         if not compiler.capturing():
             ready(LayerRecipe(shape), device)
@@ -212,7 +222,7 @@ def _chain(
         overlap,
         step,
         ready(LayerRecipe(chosen), device),
-        ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
+        ready(LayerRecipe(norm), device),
         x_step,
     )
 

@@ -52,7 +52,9 @@ def _prove_step(recipe: LayerRecipe, shape: StepShape, kernel: compiler.Kernel, 
         if not selfcheck.enabled():
             return  # its code is on the device
         if reason := step_violation(shape, before, after, conv, ring):
-            raise RuntimeError(f"self-check: {recipe.label()} gave wrong values on {device} in trial {number}: {reason}")
+            raise RuntimeError(
+                f"self-check: {recipe.label()} gave wrong values on {device} in trial {number}: {reason}"
+            )
 
 
 def conv_of_x(shape: StepShape, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

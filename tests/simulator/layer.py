@@ -49,7 +49,9 @@ class LayerSource(Source):
     def importer(self, name: str) -> Callable[..., Any]:
         return self._import_here if name in MODULES else self._import
 
-    def _import_here(self, name: str, globals_: Any = None, locals_: Any = None, wanted: Any = (), level: int = 0) -> Any:
+    def _import_here(
+        self, name: str, globals_: Any = None, locals_: Any = None, wanted: Any = (), level: int = 0
+    ) -> Any:
         if level == 2:
             return importlib.import_module(f"replayssm_cute.fused.{name}")
         if level == 3:
