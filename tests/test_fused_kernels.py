@@ -80,7 +80,8 @@ SLIPS: dict[str, tuple[ConvShape | NormShape, Callable[[pytest.MonkeyPatch], Non
         _slip("conv", "rows_of", lambda f: lambda self, bundle, batch: ([True] * 4, [min(4 * bundle, batch - 1)] * 4)),
     ),
     "tokens before a thread's from the ring": (
-        dataclasses.replace(CONV, each=2), _slip("conv", "series", lambda f: lambda self, old, new, first: old + new[3:]),
+        dataclasses.replace(CONV, each=2),
+        _slip("conv", "series", lambda f: lambda self, old, new, first: old + new[3:]),
     ),
     "all tokens are the first": (
         dataclasses.replace(CONV, each=2),

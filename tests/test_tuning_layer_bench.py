@@ -13,7 +13,8 @@ from replayssm_tuning.policy import Policy
 from replayssm_tuning.slots import make_cell
 
 import replayssm_cute
-from replayssm_cute import compiler, plan, target
+from replayssm_cute import compiler, plan, tables, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches
 from replayssm_cute.fused.chains import Overlap
 from replayssm_cute.fused.problem import layer_problem
@@ -44,13 +45,17 @@ def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.Mon
     """What --compile-for fills the cache with is what a bench on the GPU loads."""
     where, asked = target.named("h200"), set()
     monkeypatch.setattr(launches, "ready", lambda recipe, device: asked.add(recipe) or print)
-    monkeypatch.setattr(plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made())
+    monkeypatch.setattr(
+        plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made(config)
+    )
     bench = layer_bench.Bench.__new__(layer_bench.Bench)
     bench.cuts, bench.target, bench.device = True, where, torch.device("cuda", 0)
+    config = tables.choose(layer_bench.layer_problem(4, 16, "f32").step, 4, where).config
+    assert isinstance(config, TileConfig)
     for tokens, batch, norms in ((1, 1, 3), (4, 256, 6)):
         asked.clear()
         problem = layer_bench.layer_problem(tokens, 16, "f32")
-        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 10 + 2 * norms
+        assert len(list(bench.entrants(problem, batch))) == 8 + 2 * 10 + 2 * norms
         assert asked == set(layer_bench.kernels(problem, batch, where, True))
 
 
@@ -59,13 +64,16 @@ class Made:
 
     kernel = print
 
+    def __init__(self, config: TileConfig) -> None:
+        self.choice = tables.Choice(config, "forced", "")
+
 
 def test_its_table() -> None:
     names = [*layer_bench.PARTS, *Overlap, "conv 2 x 64"]
     times: dict[str, Any] = {name: {"time_us": 1.5 + k} for k, name in enumerate(names)}
     text = layer_bench.table([{"tokens": 4, "batch": 16, "config": "h1", "times": times}])
-    assert text.splitlines()[1].split() == ["4", "16", "1.50", "2.50", "3.50", "4.50", "5.50", "6.50", "h1"]
-    assert text.splitlines()[2].strip() == "conv 2 x 64: 7.50"
+    assert text.splitlines()[1].split() == ["4", "16", *(f"{1.5 + k:.2f}" for k in range(8)), "h1"]
+    assert text.splitlines()[2].strip() == "conv 2 x 64: 9.50"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

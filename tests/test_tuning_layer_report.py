@@ -23,7 +23,10 @@ def entry(time_us: float) -> dict[str, Any]:
 
 def made(**changes: Any) -> dict[str, Any]:
     """Two cells; without the promise the first is faster without overlap."""
-    times = {name: entry(t) for name, t in zip([*layer_bench.PARTS, *Overlap], (2, 6, 2, 10, 10.5, 9), strict=True)}
+    times = {
+        name: entry(t)
+        for name, t in zip([*layer_bench.PARTS, *Overlap], (2, 6, 2, 10, 10.5, 9, 10.6, 9.5), strict=True)
+    }
     other = times | {str(Overlap.INNER): entry(8.5)}
     cells = [
         {"tokens": 1, "batch": batch, "flush": 0.1, "sets": 4, "config": "h1", "times": found}
@@ -44,7 +47,7 @@ def test_tables_plot_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[s
     beside.write_text("tokens,batch,goal_us,other_us\n1,4,9.5,18\n1,64,8,17\n")
     assert layer_report.main([str(file), "--beside", str(beside), "--table", str(table)]) == 0
     said = capsys.readouterr().out
-    assert "| 1 | 4 | 2.00 | 6.00 | 2.00 | 10.00 | 10.50 | 9.00 | h1 |" in said
+    assert "| 1 | 4 | 2.00 | 6.00 | 2.00 | 10.00 | 10.50 | 9.00 | 10.60 | 9.50 | h1 |" in said
     assert "| 1 | 4 | 9.5 | 9.00 | **10.00** | 18 | 2.00 | 1.80 |" in said
     assert "| 1 | 64 | 8 | **8.50** | **8.50** | 17 | 2.00 | 2.00 |" in said
     rows = (tmp_path / "layer.csv").read_text().splitlines()

@@ -49,8 +49,8 @@ class ConvCut:
 
     def of(self, shape: ConvShape) -> ConvShape:
         """A conv cut so."""
-        changes = dataclasses.asdict(self)
-        return dataclasses.replace(shape, triggers=shape.triggers and not changes.pop("late"), **changes)
+        changes = {name: value for name, value in dataclasses.asdict(self).items() if name != "late"}
+        return dataclasses.replace(shape, triggers=shape.triggers and not self.late, **changes)
 
     def label(self) -> str:
         """Short and readable: '8 x 128', with what differs from the plain one."""

@@ -65,15 +65,15 @@ class LayerPlan:
         elif first:
             scratch = scratch[..., first:]
         slots, pad, bias = call.state_batch_indices, call.pad_slot_id, call.conv_bias
-        conv = [call.conv_inputs(), call.conv_cache, call.conv_weight, bias]
+        inputs, cache, weight = call.conv_inputs(), call.conv_cache, call.conv_weight
         step: tuple[compiler.Kernel, tuple[Any, ...]]
         if self.x_step is None:
             step = self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))
         else:
-            conv = [conv[0][..., first:], conv[1][..., first:], conv[2][first:], None if bias is None else bias[first:]]
+            inputs, cache, weight = inputs[..., first:], cache[..., first:], weight[first:]
+            bias = None if bias is None else bias[first:]
             of_x = call.step_call(scratch, call.out, with_x=False)
             step = self.x_step, (*plan.kernel_args(of_x), *call.conv_of_x())
-        inputs, cache, weight, bias = conv
         return (
             (
                 self.conv,

@@ -124,7 +124,7 @@ class ConvKernel:
         return [r < batch for r in wanted], [cutlass.min(r, batch - 1) for r in wanted]
 
     def load_history(self, conv_cache, slot, end, first, channel):
-        """A row's three raw inputs before token `first`, those that lie in the ring; others stand for those that do not.
+        """A row's three raw inputs before token `first` that lie in the ring; others stand for those that do not.
 
         They are asked for before the wait, when no new token may be read.
         """

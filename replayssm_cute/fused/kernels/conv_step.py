@@ -1,4 +1,4 @@
-"""The step kernel that convolves its own x: the conv's step of x in the CTAs that use it, B and C left to a conv before.
+"""The step kernel that convolves its own x, in the CTAs that use it; B and C are left to a conv before it.
 
 Every channel of x belongs to one head, and so to one CTA (two with `head_split`, each with channels of its own): doing
 its conv here repeats nothing, and x does not go to memory and back between two kernels. A thread takes the pieces of 16
