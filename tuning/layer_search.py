@@ -174,7 +174,7 @@ def likely(problem: LayerProblem, batch: int, target: Target) -> list[compiler.R
     found: dict[compiler.Recipe, None] = {}
     for kind in Overlap:
         base = ruled(problem, batch, target, kind)
-        fields = [[base], configs(batch, base)]
+        fields = [[base], overlaps(problem, batch, base, True), configs(batch, base)]
         if kind.first:
             for shared in carveouts(base):
                 fields += [[shared], late(shared)]
