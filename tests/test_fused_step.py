@@ -14,7 +14,7 @@ from simulator.launch import Run
 from simulator.layer import LAYER, ConvRun, LayerSource
 from test_step_indices import TWO_WAYS as STEP_TWO_WAYS
 
-from replayssm_cute import dtypes, plan
+from replayssm_cute import compiler, dtypes, plan, resources, target
 from replayssm_cute.calls import Call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import proof
@@ -163,3 +163,35 @@ def test_the_self_check_is_that_of_every_step() -> None:
     for slip in ("no gate", "the ring gets an old input", "x is not appended"):
         with pytest.raises((RuntimeError, AssertionError), match="self-check: decode_step's step with x's conv"):
             proof.prove(LayerRecipe(shape), kernel(LayerSource(SLIPS[slip])), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_it_compiles_without_spills(arch: str) -> None:
+    """The configs that a search tries, and each kind of problem once; never fewer CTAs a multiprocessor than before."""
+    where = target.named(arch)
+    step = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, pdl=True)
+    shapes = [StepShape(step, c, "bf16", "bf16") for c in (
+        TileConfig(), TileConfig(tiles_per_warp=2), TileConfig(heads_per_cta=2, tail_rows=8, tiles_per_warp=2),
+        TileConfig(heads_per_cta=4, tail_rows=8), TileConfig(heads_per_cta=4, stages=2, tail_rows=8),
+    )]  # fmt: skip
+    shapes += [
+        StepShape(dataclasses.replace(step, tokens=1), shapes[3].config, "f32", None),
+        StepShape(
+            dataclasses.replace(step, tokens=32, window=64, io_dtype="f16", dt_dtype="f16"), TileConfig(), "f32", "f32"
+        ),
+        StepShape(dataclasses.replace(step, compact=False, state_dtype="bf16"), shapes[3].config, "bf16", "bf16"),
+        StepShape(dataclasses.replace(step, head_dim=80, index_dtype=None, pdl=False), TileConfig(), "f16", None),
+    ]
+    for shape in shapes:
+        found = compiler.entry_of(LayerRecipe(shape), where).resources
+        assert found.stack_bytes == 0, shape
+        plain = compiler.entry(shape.problem, shape.config, where).resources
+        assert found.threads == plain.threads and found.shared_bytes == plain.shared_bytes
+        if shape.config.turns > 1:
+            assert fit(found, where) >= fit(plain, where), shape
+
+
+def fit(found: resources.Resources, where: target.Target) -> int:
+    """CTAs that a multiprocessor has registers for; a warp's come in multiples of 256."""
+    warp = -(-found.registers * 32 // 256) * 256
+    return where.registers_per_sm // (warp * found.threads // 32)
