@@ -125,7 +125,7 @@ def test_a_forced_config_is_refused_under_compile() -> None:
         return replayssm_cute.decode_step(**kwargs(call), config=replayssm_cute.TileConfig())
 
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="config: got a TileConfig under torch.compile"):
+    with pytest.raises(Exception, match=r"config: got a TileConfig under torch\.compile"):
         torch.compile(run, fullgraph=True, backend="eager")()
 
 

@@ -54,6 +54,14 @@ class LayerProblem:
             )
         if self.step.ragged:
             raise NotImplementedError("cu_seqlens: ragged rows are not served by decode_step yet")
+        if self.step.rewrites:
+            raise NotImplementedError(
+                f"state: got {self.step.kinds}, rounded anew or with a copy; decode_step does not serve that yet"
+            )
+        if self.step.has_z:
+            raise ValueError("has_z: got True, expected False: decode_step's gate belongs to its norm")
+        if self.step.dt_dtype != self.step.io_dtype:
+            raise TypeError(f"dt_dtype: got {self.step.dt_dtype}, expected {self.step.io_dtype}: dt is in projected")
         for name, value in (("conv_dtype", self.conv_dtype), ("norm_dtype", self.norm_dtype)):
             if value not in dtypes.WEIGHT:
                 raise TypeError(f"{name}: got {value!r}, expected one of {dtypes.WEIGHT}")

@@ -54,7 +54,7 @@ class LayerRecipe:
 
     def remedy(self) -> str:
         """See `compiler.Recipe`."""
-        return "replayssm_cute.decode_step once with arguments like these"
+        return "replayssm_cute.decode_step once with arguments like these, or warmup with its LayerProblem"
 
     def build(self, arch: str) -> Any:
         """See `compiler.Recipe`."""
