@@ -205,7 +205,15 @@ class Bench:
         of = {id(call): own for call, own in zip(cell.calls, made, strict=True)}
         found: dict[str, Chain] = {}
         if self.search:
-            chains = layer_search.search(problem, batch, self.target, lambda f: self._race(problem, batch, cell, of, f))
+            known: dict[Chain, Timed] = {}
+
+            def race(field: Sequence[Chain]) -> Mapping[Chain, float]:
+                for chain in field:
+                    if chain not in known:
+                        known[chain] = self._captured(cell, of, self.plan_of(problem, batch, chain), None)
+                return self._race(f"T {problem.step.tokens}, batch {batch}", {c: known[c] for c in field})
+
+            chains = layer_search.search(problem, batch, self.target, race)
             found = dict(zip(("plain", "promised"), chains, strict=True))
         names, field = [], []
         for name, chain in found.items():
@@ -230,15 +238,12 @@ class Bench:
             **({"found": {name: chain.to_json() for name, chain in found.items()}} if found else {}),
         }
 
-    def _race(
-        self, problem: LayerProblem, batch: int, cell: Cell, of: dict[int, LayerCall], chains: Sequence[Chain]
-    ) -> Mapping[Chain, float]:
-        """Short interleaved times of some chains."""
-        field = [self._captured(cell, of, self.plan_of(problem, batch, c), None) for c in chains]
-        samples = interleave(field, SEARCH_ROUNDS, SEARCH_REPLAYS)
-        times = {c: summary(s)["time_us"] for c, s in zip(chains, samples, strict=True)}
+    def _race(self, cell: str, field: Mapping[Chain, Timed]) -> Mapping[Chain, float]:
+        """Short interleaved times of some chains, printed as they come."""
+        samples = interleave(list(field.values()), SEARCH_ROUNDS, SEARCH_REPLAYS)
+        times = {c: summary(s)["time_us"] for c, s in zip(field, samples, strict=True)}
         for chain, time_us in times.items():
-            print(f"  T {problem.step.tokens}, batch {batch}: {time_us:8.2f}  {chain.label()}", flush=True)
+            print(f"  {cell}: {time_us:8.2f}  {chain.label()}", flush=True)
         return times
 
     def _captured(self, cell: Cell, of: dict[int, LayerCall], made: launches.LayerPlan, only: int | None) -> Timed:
@@ -336,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=16, metavar="W")
     parser.add_argument("--state", choices=dtypes.STATE, default="f32")
     parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
+    parser.add_argument("--rows", type=int, default=Policy().min_rows, metavar="N", help="a rotation's at least")
     parser.add_argument("--search", action="store_true", help="also look for a faster chain")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of --compile-for")
     parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
@@ -361,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
         return 1
-    bench = Bench(Policy(), args.cuts, args.search)
+    bench = Bench(Policy(min_rows=args.rows), args.cuts, args.search)
     cells = []
     for problem in problems:
         for batch in args.batches:
