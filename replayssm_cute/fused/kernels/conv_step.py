@@ -7,7 +7,9 @@ bytes that it would have copied: one token's eight channels, from four raw input
     x_t = silu(bias + w_0 u_{t-3} + w_1 u_{t-2} + w_2 u_{t-1} + w_3 u_t)
 
 It asks for them together with the rows of the other rings, once the cursors are known, and convolves after the first
-read-out, when the next state is on its way. The arithmetic and its order are those of `conv`, and so are the results.
+read-out, when the next state is on its way. Under PDL the inputs that need no cursor, and the taps, are brought to L2
+before the wait: in_proj had ended before the conv of B and C let this kernel start. The arithmetic and its order are
+those of `conv`, and so are the results.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...kernels.bundles import NewTokens, Row, Share, Shared, Tensors, Thread
+from ...kernels.bundles import Entry, NewTokens, Row, Share, Shared, Tensors, Thread
 from ...kernels.phases import Inputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
 from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
+from ...kernels.state_copies import Pipe
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
 from ...problem import ROW_ALIGN
 from ..shapes import StepShape
-from .values import TAPS, convolved, load_at, load_values, unpack
+from .values import TAPS, convolved, load_at, load_values, prefetch, unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,21 @@ class RawTokens(Tokens):
 
     def append_new(self, tensors: Tensors, words: None, row: Row, share: Share) -> None:
         """Nothing yet: `store` appends x."""
+
+    @cute.jit
+    def prefetch(self, tensors: LayerTensors, entry: Entry, share: Share):
+        """Bring to L2 what the conv reads, less what lies in the ring."""
+        for index, token, column, wanted in self._pieces(self.spec.problem.tokens, share):
+            if wanted:
+                head, p = share.head0 + index, share.rows.cta_p0 + column
+                new = self.spec.pointer(tensors.x, entry.new.outer, (token, head), p, PIECE)
+                prefetch(Int64(new.toint()))
+                channel = head * self.spec.problem.head_dim + p
+                taps = tensors.conv_weight.iterator + cute.assume(channel * TAPS, divby=TAPS * PIECE)
+                prefetch(Int64(taps.toint()))
+                if cutlass.const_expr(tensors.conv_bias is not None):
+                    bias = tensors.conv_bias.iterator + cute.assume(channel, divby=PIECE)
+                    prefetch(Int64(bias.toint()))
 
     @cute.jit
     def ask(self, tensors: LayerTensors, row: Row, share: Share):
@@ -157,6 +175,14 @@ class ConvStepKernel(StepKernel):
             pad_slot_id, state, None, None, None, conv_cache, conv_weight, conv_bias,
         )  # fmt: skip
         self.start(tensors, stream)
+
+    @cute.jit
+    def ask_state(self, tensors: LayerTensors, pipe: Pipe, entry: Entry, share: Share, thread: Thread):
+        """The state and the cursors first, as in every step."""
+        start, pnat = StepKernel.ask_state(self, tensors, pipe, entry, share, thread)
+        if cutlass.const_expr(self.spec.problem.pdl):
+            self.tokens.prefetch(tensors, entry, share)
+        return start, pnat
 
     def ask_ring(self, tensors: LayerTensors, shared: Shared, row: Row, share: Share, thread: Thread):
         """The raw inputs too; they go with dt of the ring until `multiply_and_scan` needs them."""

@@ -86,3 +86,19 @@ def load_at(address: Int64, *, loc=None, ip=None) -> list[Int32]:
         ip=ip,
     )
     return [Int32(llvm.extractvalue(T.i32(), result, [i], loc=loc, ip=ip)) for i in range(WORDS)]
+
+
+@dsl_user_op
+def prefetch(address: Int64, *, loc=None, ip=None) -> None:
+    """Ask for the memory at an address to be brought to L2."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "prefetch.global.L2 [$0];",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
