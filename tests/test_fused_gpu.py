@@ -84,6 +84,7 @@ def test_a_step_that_convolves_x_against_float64(
     """The same, where the conv has B and C alone; configs of one head a CTA and of several."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
     check_step(problem, batch, Overlap.INNER_X)
+    check_step(problem, batch, Chain(Overlap.ALL_X, early=True))
     heads = 2 if problem.step.heads_per_group % 2 == 0 else 1
     check_step(problem, batch, Chain(Overlap.ALL_X, TileConfig(heads_per_cta=heads, tail_rows=8 * (heads - 1))))
 
@@ -225,7 +226,8 @@ def test_other_cuts_give_the_same_bits(batch: int) -> None:
     for number, kind in enumerate((Overlap.ALL_X, Overlap.INNER_X, Overlap.ALL, Overlap.INNER_X, Overlap.ALL_X)):
         own = copied(call)
         config = (None, TileConfig(heads_per_cta=4, tail_rows=8))[number % 2]
-        chain = Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100))
+        early = kind.x_in_step and number > 1
+        chain = Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100), early)
         launches.make(problem, batch, torch.cuda.current_device(), overlap=chain).launch(own)
         if config is None:  # another config adds up in another order
             outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))

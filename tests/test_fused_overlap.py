@@ -116,7 +116,13 @@ def test_what_a_search_found_serves_as_it_was_found(tmp_path: Path) -> None:
     found = overlap.candidates(STEP, H200, promised=False)
     assert found == (Chain(Overlap.INNER), Chain(Overlap.NONE), plain)
     assert "x in step; step h2 s1 p1 live c1 t8; conv 4 x 64, 2 each; norm 4 warps, 2 tokens" in plain.label()
-    for odd in (promised.to_json(), plain.to_json() | {"more": 1}, plain.to_json() | {"conv": {"vector": 8, "odd": 1}}):
+    assert Chain.from_json(dataclasses.replace(plain, early=True).to_json()).early
+    for odd in (
+        promised.to_json(),
+        plain.to_json() | {"overlap": "chain", "early": True},
+        plain.to_json() | {"more": 1},
+        plain.to_json() | {"conv": {"vector": 8, "odd": 1}},
+    ):
         data["entries"][0]["buckets"][1]["chains"] = {"plain": odd}
         path.write_text(json.dumps(data))
         with pytest.raises(overlap.tables.TableError):

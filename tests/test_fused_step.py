@@ -43,6 +43,11 @@ CASES["T 1"] = _shape(dataclasses.replace(STEP_CASES["plain"][0], tokens=1), Til
 CASES["T 1, two turns"] = _shape(
     dataclasses.replace(STEP_CASES["two turns, one stage"][0], tokens=1, window=3), TileConfig(heads_per_cta=2), 0
 )
+CASES["early"] = dataclasses.replace(CASES["behind another kernel"], early=True)
+CASES["early, two turns"] = dataclasses.replace(CASES["behind another kernel, two turns"], early=True)
+CASES["early, T 1, split"] = StepShape(
+    dataclasses.replace(CASES["early"].problem, tokens=1, window=3), TileConfig(head_split=2), "f16", None, early=True
+)
 CASES["T 2"] = _shape(dataclasses.replace(STEP_CASES["plain"][0], tokens=2, window=5), TileConfig(), 3)
 
 
@@ -121,7 +126,7 @@ SLIPS: dict[str, tuple[str, str, str]] = {
     "history that does not wrap": ("conv_step", "before + rows, before", "0, before"),
     "the new tokens too early": ("conv_step", "token + (k - (TAPS - 1))", "token + (k - TAPS)"),
     "the ring gets an old input": ("conv_step", "words[TAPS - 1])", "words[0])"),
-    "another head's taps": ("conv_step", "head * self.spec.problem.head_dim + p", "p"),
+    "another head's taps": ("conv_step", "return head * self.spec.problem.head_dim + p", "return p"),
     "x is not appended": ("conv_step", "self.spec.config.turns == 1", "False"),
     "no gate": ("values", "result.append(silu(total))", "result.append(total)"),
     "x where z is": ("conv_step", "self.x_rows + token, column)", "self.x_rows - 1 + token, column)"),
@@ -140,7 +145,8 @@ def test_slips_are_seen(slip: str) -> None:
 def test_raw_inputs_wait_for_the_projection() -> None:
     """Under PDL x is read after the wait for the kernel before."""
     shape = CASES["behind another kernel"]
-    early = ("step", "            cute.arch.griddepcontrol_wait()\n", "")
+    early = ("conv_step", "            cute.arch.griddepcontrol_wait()\n", "")
+    run(dataclasses.replace(shape, early=True))
     with pytest.raises(AssertionError, match="while the predecessor may still be writing it"):
         run(shape, LayerSource(early))
 
@@ -174,6 +180,7 @@ def test_it_compiles_without_spills(arch: str) -> None:
         TileConfig(), TileConfig(tiles_per_warp=2), TileConfig(heads_per_cta=2, tail_rows=8, tiles_per_warp=2),
         TileConfig(heads_per_cta=4, tail_rows=8), TileConfig(heads_per_cta=4, stages=2, tail_rows=8),
     )]  # fmt: skip
+    shapes += [dataclasses.replace(shape, early=True) for shape in shapes[::3]]
     shapes += [
         StepShape(dataclasses.replace(step, tokens=1), shapes[3].config, "f32", None),
         StepShape(

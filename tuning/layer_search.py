@@ -63,11 +63,11 @@ def overlaps(problem: LayerProblem, batch: int, chain: Chain, promised: bool) ->
     found = []
     for kind in Overlap:
         if promised or not kind.first:
-            found.append(dataclasses.replace(chain, overlap=kind))
+            found.append(dataclasses.replace(chain, overlap=kind, early=chain.early and kind.x_in_step))
             if chain.conv is not None and kind.x_in_step != chain.overlap.x_in_step:
                 rule = _ruled_conv(problem, batch, kind)
                 conv = dataclasses.replace(rule, carveout=chain.conv.carveout, late=chain.conv.late)
-                found.append(dataclasses.replace(chain, overlap=kind, conv=conv))
+                found.append(dataclasses.replace(found[-1], conv=conv))
     return found
 
 
@@ -95,6 +95,13 @@ def late(chain: Chain) -> list[Chain]:
     if not chain.overlap.chained:
         return [chain]
     return [dataclasses.replace(chain, conv=dataclasses.replace(chain.conv, late=b)) for b in (False, True)]
+
+
+def early(batch: int, chain: Chain) -> list[Chain]:
+    """For few rows: the chain whose step convolves x before its wait, or after."""
+    if batch > FEW or not chain.overlap.x_in_step:
+        return [chain]
+    return [dataclasses.replace(chain, early=b) for b in (False, True)]
 
 
 def convs(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
@@ -135,18 +142,20 @@ def search(problem: LayerProblem, batch: int, target: Target, race: Race) -> tup
     """The chains found for calls without and with the promise that the conv may start early."""
     steps: list[Callable[[Chain], list[Chain]]] = [
         lambda c: overlaps(problem, batch, c, True),
+        lambda c: early(batch, c),
         carveouts,
         lambda c: configs(batch, c),
         late,
         lambda c: convs(problem, batch, c),
         lambda c: norms(problem, c),
         lambda c: overlaps(problem, batch, c, True),
+        lambda c: early(batch, c),
     ]
     promised = climb(ruled(problem, batch, target, Overlap.ALL), steps, race)
     plain = promised
     if plain.overlap.first:
         kind = Overlap.INNER_X if plain.overlap.x_in_step else Overlap.INNER
-        plain = dataclasses.replace(plain, overlap=kind)
+        plain = dataclasses.replace(plain, overlap=kind)  # x stays where it is, and `early` with it
         plain = climb(plain, [lambda c: overlaps(problem, batch, c, False), late, lambda c: configs(batch, c)], race)
     return plain, promised
 
@@ -165,7 +174,7 @@ def recipes(problem: LayerProblem, chain: Chain, batch: int) -> list[compiler.Re
         LayerRecipe(norm if chain.norm is None else chain.norm.of(norm)),
     ]
     if overlap.x_in_step:
-        found.append(LayerRecipe(shapes.step_shape(step, chain.config)))
+        found.append(LayerRecipe(shapes.step_shape(step, chain.config, chain.early)))
     return found
 
 
@@ -175,6 +184,7 @@ def likely(problem: LayerProblem, batch: int, target: Target) -> list[compiler.R
     for kind in Overlap:
         base = ruled(problem, batch, target, kind)
         fields = [[base], overlaps(problem, batch, base, True), configs(batch, base)]
+        fields += [early(batch, chain) for chain in configs(batch, base)]
         if kind.first:
             for shared in carveouts(base):
                 fields += [[shared], late(shared)]

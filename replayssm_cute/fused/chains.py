@@ -89,16 +89,25 @@ class Chain:
         overlap: what starts early, and where x is convolved.
         config: of the step; None: what a step alone would get.
         conv, norm: None: the rules of `shapes`.
+        early: as in `StepShape`, where the step convolves x.
     """
 
     overlap: Overlap
     config: TileConfig | None = None
     conv: ConvCut | None = None
     norm: NormCut | None = None
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        if self.early and not self.overlap.x_in_step:
+            raise ValueError(
+                f"early: got True, expected False for {str(self.overlap)!r}: its step has no x to convolve"
+            )
 
     def label(self) -> str:
         """Short and readable, for logs and tables."""
         parts = [str(self.overlap)]
+        parts += ["early"] if self.early else []
         parts += [] if self.config is None else [f"step {self.config.label()}"]
         parts += [] if self.conv is None else [f"conv {self.conv.label()}"]
         parts += [] if self.norm is None else [f"norm {self.norm.label()}"]
@@ -117,6 +126,6 @@ class Chain:
         """
         kinds: dict[str, Any] = {"config": TileConfig, "conv": ConvCut, "norm": NormCut}
         made = {n: None if data.get(n) is None else kind(**data[n]) for n, kind in kinds.items()}
-        if unknown := set(data) - {"overlap", *kinds}:
+        if unknown := set(data) - {"overlap", "early", *kinds}:
             raise ValueError(f"chain: unknown fields {sorted(unknown)}")
-        return cls(Overlap(data["overlap"]), **made)
+        return cls(Overlap(data["overlap"]), **made, early=bool(data.get("early", False)))

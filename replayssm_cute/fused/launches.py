@@ -205,8 +205,8 @@ def _made(
         else:
             if config is None and not compiler.capturing():
                 for other in tables.candidates(problem.step, plan.device_target(device)):
-                    ready(LayerRecipe(step_shape(problem, other)), device)
-            x_step = ready(LayerRecipe(step_shape(problem, step.choice.config)), device)
+                    ready(LayerRecipe(step_shape(problem, other, chain.early)), device)
+            x_step = ready(LayerRecipe(step_shape(problem, step.choice.config, chain.early)), device)
     how: dict[str, bool] = {"chained": chained, "pdl": overlap.first, "with_x": not overlap.x_in_step}
     if conv is None and chain.conv is not None:
         conv = chain.conv.of(conv_shape(problem, batch, **how))

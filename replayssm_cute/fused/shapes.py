@@ -128,12 +128,19 @@ class StepShape:
     Attributes:
         problem, config: of the step; x is raw there.
         weight_dtype, bias_dtype: of the conv; None where it has no bias.
+        early: whether x is convolved before the wait for the kernel before; under PDL alone. For launches whose CTAs
+            all start at once: they wait anyway. Unmeasured: no rule asks for it.
     """
 
     problem: Problem
     config: TileConfig
     weight_dtype: str
     bias_dtype: str | None
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        if self.early and not self.problem.pdl:
+            raise ValueError("early: got True, expected False without PDL")
 
 
 def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool, with_x: bool = True) -> ConvShape:
@@ -172,9 +179,9 @@ def conv_shapes(problem: LayerProblem, *, chained: bool, pdl: bool, with_x: bool
     return tuple(conv_shape(problem, batch, chained=chained, pdl=pdl, with_x=with_x) for batch in (1, 1 << 24))
 
 
-def step_shape(problem: LayerProblem, config: TileConfig) -> StepShape:
+def step_shape(problem: LayerProblem, config: TileConfig, early: bool = False) -> StepShape:
     """The step kernel that convolves x."""
-    return StepShape(problem.step, config, problem.conv_dtype, problem.conv_bias_dtype)
+    return StepShape(problem.step, config, problem.conv_dtype, problem.conv_bias_dtype, early)
 
 
 def norm_shape(problem: LayerProblem, *, chained: bool) -> NormShape:

@@ -40,6 +40,8 @@ class Cta:
 class Run:
     """A launch, and afterwards what it did: tensors with counts, CTAs, bank conflicts by function."""
 
+    early: tuple[str, ...] = ()  # inputs that are there before the wait for the predecessor
+
     def __init__(self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS) -> None:
         extra = EXTRA if problem.rewrites else ()
         given = {name: getattr(call, name, None) for name in (*ORDER, *EXTRA)}
@@ -54,7 +56,7 @@ class Run:
         self.tensors: dict[str, Global] = {}
         for name, t in given.items():
             if t is not None:
-                self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS)
+                self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS and name not in self.early)
         self.spaces = {t.base >> 40: t for t in self.tensors.values()}
         self.ctas: list[Cta] = []
         self.conflicts: collections.Counter[str] = collections.Counter()

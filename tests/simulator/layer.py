@@ -52,6 +52,8 @@ def _prefetch(address: Any) -> None:
 class LayerSource(Source):
     """The modules of both folders; see `Source`."""
 
+    inherited = frozenset({"work"})
+
     def path(self, name: str) -> Path:
         return FOLDER / f"{name}.py" if name in MODULES else super().path(name)
 
@@ -86,4 +88,5 @@ class ConvRun(Run):
     ) -> None:
         kernel = source.module("conv_step").ConvStepKernel(shape)
         given = {name: getattr(call, name) for name in ORDER} | {name: conv[name] for name in CONV}
+        self.early = ("x",) if shape.early else ()  # written before the predecessor began
         self._run(shape.problem, shape.config, kernel, given, call.pad_slot_id, CONV)

@@ -50,7 +50,7 @@ class _Waits(ast.NodeTransformer):
 class _Traced(ast.NodeTransformer):
     def __init__(self, source: Source, tree: ast.Module) -> None:
         self.source = source
-        self.methods = waiting_methods(tree, source)
+        self.methods = waiting_methods(tree, source) | source.inherited
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         decorators = [ast.unparse(d) for d in node.decorator_list]
@@ -88,6 +88,8 @@ def waiting_methods(tree: ast.Module, source: Source) -> set[str]:
 
 class Source:
     """One set of the kernel's modules; `replace` swaps a piece of source text first, to see that it is missed."""
+
+    inherited: frozenset[str] = frozenset()  # methods that wait, and that a kernel has from another module
 
     def __init__(self, replace: tuple[str, str, str] | None = None) -> None:
         self.replace = replace

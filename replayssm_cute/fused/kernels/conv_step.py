@@ -8,7 +8,8 @@ bytes that it would have copied: one token's eight channels, from four raw input
 
 It asks for them together with the rows of the other rings, once the cursors are known, and convolves after the first
 read-out, when the next state is on its way. Under PDL the inputs that need no cursor, and the taps, are brought to L2
-before the wait: in_proj had ended before the conv of B and C let this kernel start. The arithmetic and its order are
+before the wait, or all of it is done before (`early`): in_proj had ended before the conv of B and C let this kernel
+start, and that conv neither reads nor writes channels of x. The arithmetic and its order are
 those of `conv`, and so are the results.
 """
 
@@ -26,7 +27,6 @@ from ...kernels.phases import Inputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
 from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
-from ...kernels.state_copies import Pipe
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
 from ...problem import ROW_ALIGN
@@ -73,7 +73,7 @@ class RawTokens(Tokens):
                 head, p = share.head0 + index, share.rows.cta_p0 + column
                 new = self.spec.pointer(tensors.x, entry.new.outer, (token, head), p, PIECE)
                 prefetch(Int64(new.toint()))
-                channel = head * self.spec.problem.head_dim + p
+                channel = self._channel(head, p)
                 taps = tensors.conv_weight.iterator + cute.assume(channel * TAPS, divby=TAPS * PIECE)
                 prefetch(Int64(taps.toint()))
                 if cutlass.const_expr(tensors.conv_bias is not None):
@@ -123,10 +123,14 @@ class RawTokens(Tokens):
                 if cutlass.const_expr(self.spec.config.turns == 1):
                     store_words(self._appended(tensors, row, share, index, token, column), packed)
 
+    def _channel(self, head, p):
+        """The conv's channel of a head's row of P."""
+        return head * self.spec.problem.head_dim + p
+
     def _convolved(self, tensors: LayerTensors, words, head, p):
         """A piece's x from its raw inputs."""
         io, shape = self.spec.io_kind, self.shape
-        channel = head * self.spec.problem.head_dim + p
+        channel = self._channel(head, p)
         taps = load_values(tensors.conv_weight, shape.weight_dtype, channel * TAPS, TAPS * PIECE)
         bases = None
         if tensors.conv_bias is not None:
@@ -176,18 +180,51 @@ class ConvStepKernel(StepKernel):
         )  # fmt: skip
         self.start(tensors, stream)
 
-    @cute.jit
-    def ask_state(self, tensors: LayerTensors, pipe: Pipe, entry: Entry, share: Share, thread: Thread):
-        """The state and the cursors first, as in every step."""
-        start, pnat = StepKernel.ask_state(self, tensors, pipe, entry, share, thread)
-        if cutlass.const_expr(self.spec.problem.pdl):
-            self.tokens.prefetch(tensors, entry, share)
-        return start, pnat
+    @cute.kernel
+    def kernel(
+        self,
+        atom: cute.CopyAtom,
+        tma_state: cute.Tensor,
+        store_atom: cute.CopyAtom,
+        tma_stored: cute.Tensor,
+        tensors: LayerTensors,
+    ):
+        """A step's, but for what `early` asks for; see `StepKernel.kernel`."""
+        spec, p = self.spec, self.spec.problem
+        number, split, head0, count = self.grid.place(cute.arch.block_idx()[0], tensors.batch)
+        group = head0 // p.heads_per_group
+        thread = self.thread()
+        rows = self.rows(split, thread)
+        slot = self.slot(tensors, number)
+        new = spec.new_tokens(number, tensors)
+        shared = self.views(*self.allocate(spec.shared.total))
+        pipe = self.copies.pipe(atom, tma_state, store_atom, tma_stored, shared, thread)
+        self.copies.prepare(pipe, thread)
+        share = self.share(rows, head0, count, thread)
+        entry = self.entry(tensors, slot, group, new)
+        start, pnat = Int32(0), Int32(0)
+        if cutlass.const_expr(p.pdl):
+            if entry.live:
+                start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
+                if cutlass.const_expr(self.shape.early):
+                    raw = self.tokens.ask(tensors, entry.at(start, pnat), share)
+                    self.tokens.store(tensors, shared, raw, entry.at(start, pnat), share)
+                else:
+                    self.tokens.prefetch(tensors, entry, share)
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        inputs = self.ask_inputs(tensors, shared, entry, share, thread)
+        if entry.live:
+            if cutlass.const_expr(not p.pdl):
+                start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
+            self.work(tensors, shared, pipe, entry.at(start, pnat), share, thread, inputs)
+        else:
+            self.leave_out(tensors, new, share, thread)
 
     def ask_ring(self, tensors: LayerTensors, shared: Shared, row: Row, share: Share, thread: Thread):
         """The raw inputs too; they go with dt of the ring until `multiply_and_scan` needs them."""
         bc_rows, ring_dt = super().ask_ring(tensors, shared, row, share, thread)
-        return bc_rows, (ring_dt, self.tokens.ask(tensors, row, share))
+        return bc_rows, (ring_dt, None if self.shape.early else self.tokens.ask(tensors, row, share))
 
     @cute.jit
     def multiply_and_scan(
@@ -195,7 +232,8 @@ class ConvStepKernel(StepKernel):
     ):
         """The conv of x first; the barrier behind this phase is the one that x waits for."""
         ring_dt, raw = asked
-        self.tokens.store(tensors, shared, raw, row, share)
+        if cutlass.const_expr(not self.shape.early):
+            self.tokens.store(tensors, shared, raw, row, share)
         StepKernel.multiply_and_scan(self, tensors, shared, row, share, thread, inputs, bc_rows, ring_dt)
 
 
