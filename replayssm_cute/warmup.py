@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the rest is imported when warmup runs: see the package's __
     from .calls import Call
     from .compiler import Counters
     from .config import TileConfig
+    from .fused.problem import LayerProblem
+    from .fused.warmup import LayerCovered
 
 SCRATCH_ROWS = 8  # rows are independent, so that more of them would prove nothing and cost memory
 
@@ -46,6 +48,8 @@ class Coverage:
         covered: every problem at every batch size; `decoded` counts the steps run there.
         kernels: every step kernel that is ready now, those of other batch sizes included.
         verified: self-checks run in this call; the other kernels had passed before, on this GPU and driver.
+        layers: every decode step at every batch size; its kernels have been compared with the reference in this
+            process.
         cache: what was done on the cache, if one was given.
         counters: where the kernels came from during this call.
         seconds: how long it took.
@@ -55,27 +59,33 @@ class Coverage:
     covered: list[Covered] = field(default_factory=list)
     kernels: list[tuple[Problem, TileConfig]] = field(default_factory=list)
     verified: int = 0
+    layers: list[LayerCovered] = field(default_factory=list)
     cache: CacheCoverage | None = None
     counters: Counters | None = None
     seconds: float = 0.0
 
     def __str__(self) -> str:
         c = self.counters
+        decoded = sum(x.decoded for x in self.covered) + sum(x.decoded for x in self.layers)
         origin = f" ({c.compiled} compiled, {c.disk} from disk, {c.memory} from memory)" if c else ""
         lines = [
             f"warmup on {self.device}: {len(self.kernels)} kernels{origin}, {self.verified} verified, "
-            f"{sum(x.decoded for x in self.covered)} steps, {self.seconds:.1f} s"
+            f"{decoded} steps, {self.seconds:.1f} s"
         ]
         lines += [f"  {x.problem.label()} batch {x.batch}: {x.config.label()} ({x.source})" for x in self.covered]
+        lines += [
+            f"  decode_step {x.problem.label()} batch {x.batch}: {x.overlap}, {x.config.label()}" for x in self.layers
+        ]
         if self.cache is not None:
             lines.append(str(self.cache))
         return "\n".join(lines)
 
 
 def warmup(
-    problems: Iterable[Problem],
+    problems: Iterable[Problem | LayerProblem],
     batches: Iterable[int],
     *,
+    enable_pdl: bool = False,
     cache: ReplayCache | None = None,
     device: torch.device | str | int | None = None,
     tensors: Callable[[Problem, int], Call] | None = None,
@@ -90,8 +100,10 @@ def warmup(
     holds live requests or between steps.
 
     Args:
-        problems: what will be called (see `Problem`; `explain(...).problem` gives a call's own).
+        problems: what will be called (see `Problem`; `explain(...).problem` gives a call's own). A `LayerProblem` (of
+            `replayssm_cute.fused.problem`) stands for calls of `decode_step`; its dummy decodes run on scratch tensors.
         batches: batch sizes, for example those that graphs are captured for.
+        enable_pdl: as `decode_step` will be called; a Problem says it itself, by `pdl`.
         cache: a cache that steps of all these problems run on. Its own kernels are made ready too and compared with
             the torch operations once per process; the dummy decodes, and every operation of the cache, then run on real
             slots of it, not the null slot. Every byte is restored, and a digest of the whole cache compared before and
@@ -110,20 +122,26 @@ def warmup(
             problem, batch or device.
     """
     from . import compiler, plan, selfcheck, tables
+    from .fused import warmup as fused
+    from .fused.problem import LayerProblem
 
     index = _device_index(_cache_device(cache, device, tensors))
     if compiler.capturing():
         raise RuntimeError("warmup was called during a CUDA graph capture; call it before the capture")
-    problems, batches = _listed("problems", problems), _listed("batches", batches)
-    for problem in problems:
-        if not isinstance(problem, Problem):
-            raise TypeError(f"problems: got {type(problem).__name__} among them, expected Problem")
+    if not isinstance(enable_pdl, bool):
+        raise TypeError(f"enable_pdl: got {type(enable_pdl).__name__}, expected bool")
+    given, batches = _listed("problems", problems), _listed("batches", batches)
+    for problem in given:
+        if not isinstance(problem, (Problem, LayerProblem)):
+            raise TypeError(f"problems: got {type(problem).__name__} among them, expected Problem or LayerProblem")
     for batch in batches:
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise ValueError(f"batches: got {batch!r}, expected positive ints")
-    problems, batches = list(dict.fromkeys(problems)), sorted(set(batches))
+    given, batches = list(dict.fromkeys(given)), sorted(set(batches))
+    steps = [problem for problem in given if isinstance(problem, Problem)]
+    layers = [problem for problem in given if isinstance(problem, LayerProblem)]
     if cache is not None:
-        _check_cache(cache, problems, index)
+        _check_cache(cache, [*steps, *(layer.step for layer in layers)], index)
     try:
         target = plan.device_target(index)
     except (AssertionError, RuntimeError) as error:  # torch's own words name no way out
@@ -133,7 +151,9 @@ def warmup(
     start, before, checked = time.perf_counter(), compiler.counters(), selfcheck.count()
 
     with plan.on_device(index), _exercised(cache, coverage, say) as exercise:
-        for problem in problems:
+        for layer in layers:
+            coverage.layers += fused.warm(layer, batches, SCRATCH_ROWS, index, enable_pdl, say)
+        for problem in steps:
             say(f"{problem.label()}: preparing")
             plan.prepare(problem, index)
             choices = {b: plan.eligible(problem, b, tables.choose(problem, b, target), index) for b in batches}

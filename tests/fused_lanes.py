@@ -135,9 +135,10 @@ class Launch:
 
     def run(
         self, body: Callable[..., None], args: tuple[Any, ...], grid: list[int], block: list[int], use_pdl: bool,
-        stream: Any,
+        stream: Any, preferred_smem_carveout: int | None = None,
     ) -> None:  # fmt: skip
         shape = self.recipe.shape
+        assert preferred_smem_carveout == shape.carveout
         assert use_pdl == shape.pdl and block[0] == shape.threads and block[1:] == grid[1:] == [1, 1]
         meets = not isinstance(shape, ConvShape)  # threads that meet at barriers and shuffles have to run at once
         for index in range(grid[0]):

@@ -16,8 +16,9 @@ from test_fused_reference import WIDE, RoundedHistory, fresh
 
 import replayssm_cute
 from replayssm_cute import compiler, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem, layer_problem
 from replayssm_cute.fused.reference import decode_step_reference
 from replayssm_cute.problem import Problem
@@ -72,12 +73,36 @@ def on_gpu(call: LayerCall) -> LayerCall:
 def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, rings, flushed states, and that nothing else changes, over strided rows, padding and poisoned memory."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")  # the kernels are held to more here
+    check_step(problem, batch, None)
+
+
+@pytest.mark.parametrize("batch", [3, 40])
+@pytest.mark.parametrize("problem", PROBLEMS[::2], ids=LayerProblem.label)
+def test_a_step_that_convolves_x_against_float64(
+    problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, where the conv has B and C alone; configs of one head a CTA and of several."""
+    monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
+    check_step(problem, batch, Overlap.INNER_X)
+    check_step(problem, batch, Chain(Overlap.ALL_X, early=True))
+    heads = 2 if problem.step.heads_per_group % 2 == 0 else 1
+    check_step(problem, batch, Chain(Overlap.ALL_X, TileConfig(heads_per_cta=heads, tail_rows=8 * (heads - 1))))
+
+
+def check_step(problem: LayerProblem, batch: int, overlap: Overlap | Chain | None) -> None:
+    """Run a call, by a plan with this overlap where one is given, and hold it to the reference in float64."""
     p = problem.step
     config = tile_config("one", dataclasses.replace(p, pdl=True), target.of_device(torch.cuda.current_device()))
     padding = (1,) if p.index_dtype is not None and batch > 1 else ()
     call = on_gpu(random_layer_call(problem, batch, padding=padding, wide=16 if batch == 3 else 0, seed=batch))
     before, exact, model = copied(call), copied(call, **WIDE), copied(call)
-    assert replayssm_cute.decode_step(**kwargs(call), config=config) is call.out
+    if overlap is None:
+        assert replayssm_cute.decode_step(**kwargs(call), config=config) is call.out
+    else:
+        forced = None if isinstance(overlap, Chain) else config
+        launches.make(layer_problem(call), batch, torch.cuda.current_device(), overlap=overlap, config=forced).launch(
+            call
+        )
     groups = problem.norm_groups
     decode_step_reference(exact, groups, compute_dtype=torch.float64, between=torch.float64)
     decode_step_reference(model, groups, compute_dtype=torch.float64)
@@ -183,7 +208,7 @@ def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_other_cuts_give_the_same_bits(batch: int) -> None:
-    """Convs of several rows a thread, norms of several tokens a CTA."""
+    """Convs of several rows a thread or some tokens of one, norms of several tokens a CTA, x in the step or not."""
     problem = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
     call = on_gpu(random_layer_call(problem, batch, padding=(3,) if batch > 3 else (), wide=8))
     conv = shapes.conv_shape(problem, 64, chained=True, pdl=False)
@@ -197,6 +222,16 @@ def test_other_cuts_give_the_same_bits(batch: int) -> None:
         )  # fmt: skip
         made.launch(own)
         outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))
+    cuts = (ConvCut(4, 64, each=1, carveout=100), ConvCut(8, 32, each=2, late=True), ConvCut(4, 128, 2, carveout=100))
+    for number, kind in enumerate((Overlap.ALL_X, Overlap.INNER_X, Overlap.ALL, Overlap.INNER_X, Overlap.ALL_X)):
+        own = copied(call)
+        config = (None, TileConfig(heads_per_cta=4, tail_rows=8))[number % 2]
+        early = kind.x_in_step and number > 1
+        chain = Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100), early)
+        launches.make(problem, batch, torch.cuda.current_device(), overlap=chain).launch(own)
+        if config is None:  # another config adds up in another order
+            outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))
+        assert torch.equal(own.conv_cache.nan_to_num(), outs[0][1]) and error(own.out, outs[0][0]) < ALIKE["bf16"]
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 

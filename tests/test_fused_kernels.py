@@ -14,12 +14,12 @@ from fused_bounds import error
 from fused_calls import copied, kwargs, layer, random_layer_call
 from test_fused_overlap import written
 
-from replayssm_cute import compiler, fingerprint, plan, resources, target
+from replayssm_cute import compiler, fingerprint, plan, resources, tables, target
 from replayssm_cute.config import TileConfig
-from replayssm_cute.fused import launches, overlap, proof, shapes
+from replayssm_cute.fused import chains, launches, overlap, proof, shapes
 from replayssm_cute.fused.problem import LayerCall, layer_problem
 from replayssm_cute.fused.recipes import LayerRecipe
-from replayssm_cute.fused.reference import decode_step_reference
+from replayssm_cute.fused.reference import conv_reference, decode_step_reference
 from replayssm_cute.fused.shapes import ConvShape, NormShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
@@ -37,6 +37,9 @@ CONVS = [
     dataclasses.replace(CONV, rows=2, pdl=True),
     dataclasses.replace(CONV, rows=4, tokens=1, ring_rows=4, channels=520, vector=4),
     dataclasses.replace(CONV, rows=2, tokens=2, index_dtype=None, bias_dtype=None, triggers=False),
+    dataclasses.replace(CONV, each=1, pdl=True, carveout=100),
+    dataclasses.replace(CONV, each=2, rows=2, vector=4, channels=520),
+    dataclasses.replace(CONV, tokens=6, each=3, ring_rows=9, vector=2, weight_dtype="f16"),
 ]
 NORMS = [
     NORM,
@@ -44,7 +47,7 @@ NORMS = [
     dataclasses.replace(NORM, d_inner=960, groups=3, tokens=1, warps=2, io_dtype="f16", weight_dtype="f16"),
     dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, warps=3, index_dtype=None),
     dataclasses.replace(NORM, d_inner=24, groups=3, tokens=2, warps=1, index_dtype="i64"),
-    dataclasses.replace(NORM, together=3),
+    dataclasses.replace(NORM, together=3, carveout=100),
     dataclasses.replace(NORM, tokens=4, together=2, warps=2, pdl=False),
     dataclasses.replace(NORM, d_inner=1024, groups=1, tokens=2, together=2, warps=3, index_dtype=None),
 ]  # fmt: skip
@@ -76,8 +79,16 @@ SLIPS: dict[str, tuple[ConvShape | NormShape, Callable[[pytest.MonkeyPatch], Non
         dataclasses.replace(CONV, rows=4),
         _slip("conv", "rows_of", lambda f: lambda self, bundle, batch: ([True] * 4, [min(4 * bundle, batch - 1)] * 4)),
     ),
+    "tokens before a thread's from the ring": (
+        dataclasses.replace(CONV, each=2),
+        _slip("conv", "series", lambda f: lambda self, old, new, first: old + new[3:]),
+    ),
+    "all tokens are the first": (
+        dataclasses.replace(CONV, each=2),
+        _slip("conv", "load_new", lambda f: lambda self, t, row, first, c: f(self, t, row, 0, c)),
+    ),
     "one sum for all tokens": (
-        dataclasses.replace(NORM, together=3),
+        dataclasses.replace(NORM, together=3, carveout=100),
         _slip("norm", "totals", lambda f: lambda self, values, thread: [f(self, values, thread)[0]] * 3),
     ),
     "another group's columns": (
@@ -96,11 +107,17 @@ def test_wrong_kernels_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         proof.prove(recipe, fused_lanes.kernel(recipe), CPU)
 
 
+CONVOLVED = fused_lanes.MODULES["conv"].convolved
 VALUE_SLIPS: dict[str, tuple[ConvShape | NormShape, str, str, Any]] = {
     "no gate": (NORM, "norm", "silu", lambda v: v),
-    "no SiLU": (CONV, "conv", "silu", lambda v: v),
+    "no SiLU": (CONV, "values", "silu", lambda v: v),
     "halves swapped": (CONV, "conv", "pack", lambda k, low, high: fused_lanes.REPLACED["pack"](k, high, low)),
-    "three taps": (CONV, "conv", "TAPS", 3),
+    "three taps": (
+        CONV,
+        "conv",
+        "convolved",
+        lambda u, w, b: CONVOLVED([[0 * v for v in u[0]], *u[1:]], w, b),
+    ),
 }
 
 
@@ -149,7 +166,28 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("step")
         checkpointing_ssu_reference(**plan.as_call(arguments, True).kwargs())
 
+    def step_with_conv(*arguments: Any) -> None:
+        """The step that convolves its x, by the reference; its own source runs in test_fused_step."""
+        *plain, ring, weight, bias = arguments
+        call = plan.as_call(tuple(plain), True)
+        flat = (
+            ring.view(*ring.shape[:2], -1)
+            if ring.is_contiguous()
+            else ring.as_strided(
+                (*ring.shape[:2], ring.shape[2] * ring.shape[3]), (*ring.stride()[:2], 1), ring.storage_offset()
+            )
+        )
+        x = torch.zeros(*call.x.shape[:2], flat.shape[-1], dtype=call.x.dtype)
+        conv_reference(
+            call.x.flatten(-2), flat, call.ring_start, call.prev_num_accepted_tokens, weight.view(-1, 4), bias, x,
+            call.state_batch_indices, call.pad_slot_id,
+        )  # fmt: skip
+        ran.append("step with conv")
+        checkpointing_ssu_reference(**dataclasses.replace(call, x=x.view(call.x.shape)).kwargs())
+
     def load(recipe: LayerRecipe, *_: Any) -> Callable[..., None]:
+        if recipe.kind == "step":
+            return step_with_conv
         kernel = fused_lanes.kernel(recipe)
         return lambda *args: (ran.append(recipe.kind), kernel(*args), None)[2]
 
@@ -160,7 +198,8 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(plan, "on_device", lambda index: __import__("contextlib").nullcontext())
     monkeypatch.setattr(plan, "current_device", lambda: -1)
     monkeypatch.setattr(plan, "tensor_device", lambda index: CPU)
-    monkeypatch.setattr(plan, "make", lambda p, b, device, config: plan.Plan(p, b, None, None, step))
+    choice = tables.Choice(TileConfig(), "default", "")
+    monkeypatch.setattr(plan, "make", lambda p, b, device, config: plan.Plan(p, b, choice, None, step))
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
     return ran
 
@@ -196,6 +235,47 @@ def test_a_call_is_three_launches(on_host: list[str]) -> None:
         with pytest.raises(kind):
             launches.run(dataclasses.replace(call, **changes), False, None)
     assert on_host == []
+
+
+@pytest.mark.parametrize("kind", [k for k in overlap.Overlap if k.x_in_step])
+def test_a_step_may_convolve_x(on_host: list[str], kind: overlap.Overlap) -> None:
+    """The whole chain's numbers, with scratch and without, biases and without, where the conv has B and C alone."""
+    for number, bias in enumerate(("f32", None)):
+        problem = layer(STEP, norm_groups=2, conv_bias_dtype=bias)
+        call = random_layer_call(problem, 3, padding=(1,), seed=number, wide=8)
+        if number:
+            scratch = torch.full((3, STEP.tokens, problem.channels), float("nan"), dtype=call.out.dtype)
+            call = dataclasses.replace(call, scratch=scratch)
+        model = copied(call)
+        decode_step_reference(model, 2)
+        made = launches.make(problem, 3, 0, overlap=kind)
+        on_host.clear()
+        made.launch(call)
+        assert on_host == ["conv", "step with conv", "norm"]
+        assert error(call.out, model.out) < 3e-3 and not call.out[1].any()
+        for name in ("conv_cache", "state", "x_cache", "B_cache"):
+            assert error(getattr(call, name).nan_to_num(), getattr(model, name).nan_to_num()) < 3e-3, name
+        if call.scratch is not None:
+            assert call.scratch[..., : problem.d_inner].isnan().all(), "x went to memory"
+
+
+def test_a_chain_forces_the_cuts(on_host: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config, conv and norm of a chain serve; a config whose kernel failed its self-check does not."""
+    asked: list[Any] = []
+    monkeypatch.setattr(launches, "ready", lambda recipe, device: asked.append(recipe.shape) or print)
+    configs: list[Any] = []
+    make = plan.make
+    monkeypatch.setattr(plan, "make", lambda p, b, d, config: configs.append(config) or make(p, b, d, config))
+    config = TileConfig(head_split=2)
+    chain = chains.Chain(overlap.Overlap.ALL_X, config, chains.ConvCut(4, 64, late=True), chains.NormCut(2, 3))
+    for passes in (True, False):
+        monkeypatch.setattr(plan, "_ready", lambda p, c, device, batch, passes=passes: passes)
+        asked.clear()
+        made = launches.make(layer(STEP, norm_groups=2), 3, 0, overlap=chain)
+        assert configs.pop() == (config if passes else None) and made.overlap is chain.overlap
+        conv, norm = asked[-2:]
+        assert (conv.vector, conv.threads, conv.triggers, conv.pdl) == (4, 64, False, True)
+        assert conv.channels == 2 * STEP.groups * STEP.d_state and (norm.warps, norm.together) == (2, 3)
 
 
 def test_other_batch_sizes_find_their_kernels_ready(on_host: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +342,10 @@ def compiled_shapes() -> list[ConvShape | NormShape]:
     found += [shapes.norm_shape(half, chained=False)]
     conv, norm = shapes.conv_shape(SUPER, 256, chained=True, pdl=True), shapes.norm_shape(SUPER, chained=True)
     found += [dataclasses.replace(conv, vector=v, rows=r) for v, r in ((8, 2), (4, 2), (4, 4))]
+    found += [dataclasses.replace(conv, each=e, carveout=100) for e in (1, 2)]
     found += [dataclasses.replace(norm, together=n) for n in (2, 4)]
+    found += [dataclasses.replace(norm, carveout=100)]
+    found += [shapes.conv_shape(SUPER, b, chained=True, pdl=True, with_x=False) for b in (1, 256)]
     return found
 
 
@@ -310,16 +393,23 @@ def test_code_asks_for_what_needs_no_predecessor_before_it_waits() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a driver: addresses are made up")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("index_dtype", ["i32", "i64", None])
-def test_real_kernels_take_these_arguments_as_far_as_the_missing_driver(index_dtype: str | None, batch: int) -> None:
+@pytest.mark.parametrize("x_in_step", [False, True])
+def test_real_kernels_take_these_arguments_as_far_as_the_missing_driver(
+    index_dtype: str | None, batch: int, x_in_step: bool
+) -> None:
     """Every check that compiled code makes of a call's tensors lets them pass; a wrong one it names."""
     step = dataclasses.replace(STEP, index_dtype=index_dtype, pdl=True)
     problem = layer(step, norm_groups=2, conv_bias_dtype=None if index_dtype is None else "f32")
+    with_x = not x_in_step
     call = random_layer_call(problem, batch, wide=8)
     where = target.named("h200")
     found = [compiler._load(compiler.entry_of(LayerRecipe(s), where).path) for s in (
-        shapes.conv_shape(problem, batch, chained=True, pdl=False), shapes.norm_shape(problem, chained=True)
+        shapes.conv_shape(problem, batch, chained=True, pdl=False, with_x=with_x),
+        shapes.norm_shape(problem, chained=True), shapes.step_shape(problem, TileConfig()),
     )]  # fmt: skip
     inner = plan.Plan(step, batch, None, None, compiler.get(step, TileConfig(), where))
+    if with_x:
+        found[2] = None
     made = launches.LayerPlan(problem, overlap.Overlap.INNER, inner, *found)
 
     def pretended(arguments: tuple[Any, ...]) -> list[Any]:

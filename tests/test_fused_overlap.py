@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from replayssm_cute import fingerprint, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import overlap
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.problem import Problem
 
 H200 = target.named("h200")
@@ -42,12 +43,14 @@ def written(path: Path, cells: dict[int, Any], step: Problem = STEP, **changes: 
 
 
 def asked(batch: int, promised: bool = False, step: Problem = STEP) -> Overlap:
-    return overlap.choose(step, batch, H200, promised=promised)
+    found = overlap.choose(step, batch, H200, promised=promised)
+    assert found == Chain(found.overlap)  # the rules' shapes
+    return found.overlap
 
 
 def test_without_a_table_all_overlap_that_may() -> None:
     assert asked(1) is Overlap.INNER and asked(1, promised=True) is Overlap.ALL
-    assert overlap.candidates(STEP, H200, promised=False) == (Overlap.INNER,)
+    assert overlap.candidates(STEP, H200, promised=False) == (Chain(Overlap.INNER),)
     assert not Overlap.NONE.chained and Overlap.INNER.chained and not Overlap.INNER.first and Overlap.ALL.first
 
 
@@ -56,8 +59,8 @@ def test_a_table_answers_near_its_batches_for_its_geometry(tmp_path: Path) -> No
     assert [asked(b) is Overlap.NONE for b in (1, 2, 4, 15, 17, 64)] == [True, True, True, True, False, False]
     # 10.1 is within the margin of 10.0, 10.3 is not; without the promise the conv never starts early
     assert asked(4, promised=True) is Overlap.ALL and asked(64) is Overlap.INNER
-    assert overlap.candidates(STEP, H200, promised=False) == (Overlap.INNER, Overlap.NONE)
-    assert overlap.candidates(STEP, H200, promised=True) == (Overlap.ALL,)
+    assert overlap.candidates(STEP, H200, promised=False) == (Chain(Overlap.INNER), Chain(Overlap.NONE))
+    assert overlap.candidates(STEP, H200, promised=True) == (Chain(Overlap.ALL),)
     weights = dataclasses.replace(STEP, pdl=True, d_dtype=None, index_dtype="i64", dt_bias_dtype="bf16")
     assert asked(4, step=weights) is Overlap.NONE
     for change in ({"tokens": 3}, {"window": 32}, {"state_dtype": "bf16"}, {"heads": 48}):
@@ -97,3 +100,30 @@ def test_odd_cells_are_refused(tmp_path: Path, cells: dict[int, Any]) -> None:
         overlap.read(written(tmp_path / "mine.json", cells))
     with pytest.raises(overlap.tables.TableError, match="cannot be read"):
         overlap.read(tmp_path / "none.json")
+
+
+def test_what_a_search_found_serves_as_it_was_found(tmp_path: Path) -> None:
+    """With the promise and without it, for its batch and those near it; every chain of a table is a candidate."""
+    plain = Chain(Overlap.INNER_X, TileConfig(heads_per_cta=2, tail_rows=8), ConvCut(4, 64, each=2), NormCut(4, 2, 100))
+    promised = dataclasses.replace(plain, overlap=Overlap.ALL_X, config=None, norm=None)
+    path = written(tmp_path / "shipped" / "a.json", {4: FASTER_ALONE, 64: FASTER_ALONE})
+    data = json.loads(path.read_text())
+    data["entries"][0]["buckets"][1]["chains"] = {"plain": plain.to_json(), "promised": promised.to_json()}
+    path.write_text(json.dumps(data))
+    for batch, chain in ((64, plain), (40, plain), (4, Chain(Overlap.NONE))):
+        assert overlap.choose(STEP, batch, H200, promised=False) == chain
+    assert overlap.choose(STEP, 64, H200, promised=True) == promised
+    found = overlap.candidates(STEP, H200, promised=False)
+    assert found == (Chain(Overlap.INNER), Chain(Overlap.NONE), plain)
+    assert "x in step; step h2 s1 p1 live c1 t8; conv 4 x 64, 2 each; norm 4 warps, 2 tokens" in plain.label()
+    assert Chain.from_json(dataclasses.replace(plain, early=True).to_json()).early
+    for odd in (
+        promised.to_json(),
+        plain.to_json() | {"overlap": "chain", "early": True},
+        plain.to_json() | {"more": 1},
+        plain.to_json() | {"conv": {"vector": 8, "odd": 1}},
+    ):
+        data["entries"][0]["buckets"][1]["chains"] = {"plain": odd}
+        path.write_text(json.dumps(data))
+        with pytest.raises(overlap.tables.TableError):
+            overlap.read(path)

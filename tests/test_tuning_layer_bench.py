@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from replayssm_tuning.policy import Policy
 from replayssm_tuning.slots import make_cell
 
 import replayssm_cute
-from replayssm_cute import compiler, plan, target
+from replayssm_cute import compiler, plan, tables, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.fused.problem import layer_problem
 from replayssm_cute.problem import Problem
 
@@ -44,13 +46,17 @@ def test_its_kernels_are_those_that_its_entrants_ask_for(monkeypatch: pytest.Mon
     """What --compile-for fills the cache with is what a bench on the GPU loads."""
     where, asked = target.named("h200"), set()
     monkeypatch.setattr(launches, "ready", lambda recipe, device: asked.add(recipe) or print)
-    monkeypatch.setattr(plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made())
+    monkeypatch.setattr(
+        plan, "make", lambda p, b, device, config: asked.add(compiler.StepRecipe(p, config)) or Made(config)
+    )
     bench = layer_bench.Bench.__new__(layer_bench.Bench)
     bench.cuts, bench.target, bench.device = True, where, torch.device("cuda", 0)
+    config = tables.choose(layer_bench.layer_problem(4, 16, "f32").step, 4, where).config
+    assert isinstance(config, TileConfig)
     for tokens, batch, norms in ((1, 1, 3), (4, 256, 6)):
         asked.clear()
         problem = layer_bench.layer_problem(tokens, 16, "f32")
-        assert len(list(bench.entrants(problem, batch))) == 6 + 2 * 10 + 2 * norms
+        assert len(list(bench.entrants(problem, batch))) == 8 + 2 * 10 + 2 * norms
         assert asked == set(layer_bench.kernels(problem, batch, where, True))
 
 
@@ -59,13 +65,16 @@ class Made:
 
     kernel = print
 
+    def __init__(self, config: TileConfig) -> None:
+        self.choice = tables.Choice(config, "forced", "")
+
 
 def test_its_table() -> None:
     names = [*layer_bench.PARTS, *Overlap, "conv 2 x 64"]
     times: dict[str, Any] = {name: {"time_us": 1.5 + k} for k, name in enumerate(names)}
     text = layer_bench.table([{"tokens": 4, "batch": 16, "config": "h1", "times": times}])
-    assert text.splitlines()[1].split() == ["4", "16", "1.50", "2.50", "3.50", "4.50", "5.50", "6.50", "h1"]
-    assert text.splitlines()[2].strip() == "conv 2 x 64: 7.50"
+    assert text.splitlines()[1].split() == ["4", "16", *(f"{1.5 + k:.2f}" for k in range(8)), "h1"]
+    assert text.splitlines()[2].strip() == "conv 2 x 64: 9.50"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -78,3 +87,53 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_small_bench(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     assert layer_bench.main(["--batches", "1", "--tokens", "1", "--cuts", "--out", str(tmp_path / "times.json")]) == 0
     assert "norm 4 warps" in capsys.readouterr().out and (tmp_path / "times.json").exists()
+
+
+def test_a_cell_with_a_search_as_far_as_times_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains are captured once each, raced in turns, and what was found is timed beside the rules' chains."""
+    step = Problem(16, 64, 64, 1, 2, 8)
+    problem = dataclasses.replace(layer_bench.layer_problem(2, 8, "f32"), step=step, norm_groups=2)
+    captured: list[int] = []
+    made: list[Any] = []
+
+    def make(p: Any, batch: int, device: int, *, config: Any, overlap: Any, **_: Any) -> launches.LayerPlan:
+        made.append(overlap)
+        inner = plan.Plan(p.step, batch, tables.Choice(config, "forced", ""), None, print)
+        kind = overlap if isinstance(overlap, Overlap) else overlap.overlap
+        return launches.LayerPlan(p, kind, inner, print, print, print if kind.x_in_step else None)
+
+    def capture(run: Any, cell: Any, policy: Policy, *, writes_outputs: bool) -> int:
+        captured.append(len(captured))
+        return captured[-1]
+
+    monkeypatch.setattr(launches, "make", make)
+    monkeypatch.setattr(layer_bench, "capture", capture)
+    monkeypatch.setattr(
+        layer_bench, "interleave", lambda field, rounds, replays: [[10.0 + 7 * k % 11] * 3 for k in field]
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 16))
+    bench = layer_bench.Bench.__new__(layer_bench.Bench)
+    bench.policy, bench.cuts, bench.search = Policy(min_rows=4), False, True
+    bench.device, bench.target = torch.device("cpu"), target.named("h200")
+    cell = bench.cell(problem, 2)
+    chains = [m for m in made if isinstance(m, Chain)]
+    assert len(set(chains)) > 15 and len(chains) - len(set(chains)) == 2, "captured once, and again for the final race"
+    found = {name: Chain.from_json(chain) for name, chain in cell["found"].items()}
+    assert set(found) == {"plain", "promised"} and not found["plain"].overlap.first
+    assert set(cell["times"]) == {*layer_bench.PARTS, *Overlap, "found, plain", "found, promised"}
+    assert "promised: " + found["promised"].label() in layer_bench.table([cell])
+    assert TileConfig.from_json(cell["step"]).label() == cell["config"]
+
+
+def test_machine_code_of_what_a_search_found() -> None:
+    """Beside the rules' kernels: the step that convolves x, and each kernel of the chain."""
+    problem = layer_bench.layer_problem(1, 16, "f32")
+    chain = Chain(Overlap.INNER_X, TileConfig(), ConvCut(4, 64, carveout=100), NormCut(2))
+    cell = {"tokens": 1, "batch": 4, "step": TileConfig().to_json(), "found": {"plain": chain.to_json()}}
+    where = target.named("h200")
+    plain, more = (layer_bench.machine_code([problem], [4], where, cells) for cells in ((), (cell,)))
+    added = set(more) - set(plain)
+    assert {name.split()[0] for name in added} == {"conv", "norm", "step"} and len(added) == 4
+    assert more["step T 1 h1 s1 p1 live c1"] == more[f"step T 1, batch 4, {chain.label()}"]
+    assert set(plain.items()) <= set(more.items())

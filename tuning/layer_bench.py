@@ -3,34 +3,38 @@
 For each number of tokens and batch size, in interleaved rounds on one cell (cold L2, rotating slots, the stationary mix
 of uniform acceptance): the conv, the SSU step and the norm alone; the three in a row; and the same with programmatic
 dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
-predecessor too. Every number is microseconds a call in a CUDA graph. `--cuts` times the chain with other cuts of the
-conv and the norm, and these alone, beside those that the rule takes. `--compile-for h200` only fills the kernel cache,
-on a machine without a GPU.
+predecessor too; and the last two with the conv of x in the step. Every number is microseconds a call in a CUDA graph.
+`--search` also looks for a faster chain (see `layer_search`) and times what it found; `--cuts` times the chain with
+other cuts of the conv and the norm, and these alone, beside those that the rule takes. `--compile-for h200` only fills
+the kernel cache, on a machine without a GPU or before its GPU's time is spent, with `--jobs` processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources, tables
+from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
-from replayssm_cute.fused.overlap import Overlap
+from replayssm_cute.fused.chains import Chain, Overlap
 from replayssm_cute.fused.problem import LayerCall, LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.shapes import ConvShape, NormShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target, named
 
-from . import acceptance
+from . import acceptance, layer_search
 from .manifest import commit
 from .policy import Policy
 from .slots import Cell, make_cell, slot_sets
@@ -43,6 +47,7 @@ CONV_CUTS = (
     (2, 64, 1), (2, 128, 1), (4, 64, 1), (4, 128, 1), (8, 64, 1), (8, 128, 1), (8, 256, 1),
     (4, 128, 2), (8, 128, 2), (4, 128, 4),
 )  # fmt: skip
+SEARCH_ROUNDS, SEARCH_REPLAYS = 4, 2
 NORM_CUTS = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 4), (4, 4))
 
 
@@ -112,16 +117,22 @@ def norm_bytes(problem: LayerProblem, batch: int) -> int:
     return 3 * batch * problem.step.tokens * problem.d_inner * dtypes.BYTES[problem.step.io_dtype]
 
 
-def kernels(problem: LayerProblem, batch: int, target: Target, cuts: bool) -> list[compiler.Recipe]:
-    """Every kernel that a cell's entrants launch."""
+def kernels(
+    problem: LayerProblem, batch: int, target: Target, cuts: bool, search: bool = False
+) -> list[compiler.Recipe]:
+    """Every kernel that a cell's entrants launch, and what a search for it is likely to."""
     config = tables.choose(problem.step, batch, target).config
     found: list[compiler.Recipe] = []
     for pdl in (False, True):
-        step = dataclasses.replace(problem.step, pdl=pdl)
-        found.append(compiler.StepRecipe(step, config))
+        step = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=pdl))
+        found.append(compiler.StepRecipe(step.step, config))
         found.append(LayerRecipe(shapes.norm_shape(problem, chained=pdl)))
+    found.append(LayerRecipe(shapes.step_shape(step, config)))
     for kind in Overlap:
-        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, chained=kind.chained, pdl=kind.first)]
+        how = {"chained": kind.chained, "pdl": kind.first, "with_x": not kind.x_in_step}
+        found += [LayerRecipe(s) for s in shapes.conv_shapes(problem, **how)]
+    if search:
+        found += layer_search.likely(problem, batch, target)
     if cuts:
         found += [LayerRecipe(shape) for shape in conv_cuts(problem, batch).values()]
         for shape in norm_cuts(problem).values():
@@ -151,13 +162,15 @@ def norm_cuts(problem: LayerProblem) -> dict[str, NormShape]:
 class Bench:
     """Measures cells on the current device."""
 
-    def __init__(self, policy: Policy, cuts: bool) -> None:
+    def __init__(self, policy: Policy, cuts: bool, search: bool = False) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.policy, self.cuts = policy, cuts
+        self.policy, self.cuts, self.search = policy, cuts, search
         self.target = plan.device_target(self.device.index)
 
-    def plan_of(self, problem: LayerProblem, batch: int, overlap: Overlap, **cuts: Any) -> launches.LayerPlan:
+    def plan_of(self, problem: LayerProblem, batch: int, overlap: Overlap | Chain, **cuts: Any) -> launches.LayerPlan:
         """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
+        if isinstance(overlap, Chain):
+            return launches.make(problem, batch, self.device.index, config=overlap.config, overlap=overlap, **cuts)
         config = tables.choose(problem.step, batch, self.target).config
         return launches.make(problem, batch, self.device.index, config=config, overlap=overlap, **cuts)
 
@@ -167,8 +180,8 @@ class Bench:
         for k, name in enumerate(PARTS):
             yield name, plain, k
         yield Overlap.NONE, plain, None
-        yield Overlap.INNER, self.plan_of(problem, batch, Overlap.INNER), None
-        yield Overlap.ALL, self.plan_of(problem, batch, Overlap.ALL), None
+        for kind in list(Overlap)[1:]:
+            yield kind, self.plan_of(problem, batch, kind), None
         if not self.cuts:
             return
         for name, conv in conv_cuts(problem, batch).items():
@@ -190,7 +203,22 @@ class Bench:
         cell = make_cell(problem.step, batch, mix, self.policy, self.device, sets)
         made = layer_calls(problem, cell, self.policy.seed)
         of = {id(call): own for call, own in zip(cell.calls, made, strict=True)}
+        found: dict[str, Chain] = {}
+        if self.search:
+            known: dict[Chain, Timed] = {}
+
+            def race(field: Sequence[Chain]) -> Mapping[Chain, float]:
+                for chain in field:
+                    if chain not in known:
+                        known[chain] = self._captured(cell, of, self.plan_of(problem, batch, chain), None)
+                return self._race(f"T {problem.step.tokens}, batch {batch}", {c: known[c] for c in field})
+
+            chains = layer_search.search(problem, batch, self.target, race)
+            found = dict(zip(("plain", "promised"), chains, strict=True))
         names, field = [], []
+        for name, chain in found.items():
+            field.append(self._captured(cell, of, self.plan_of(problem, batch, chain), None))
+            names.append(f"found, {name}")
         for name, made_plan, only in self.entrants(problem, batch):
             field.append(self._captured(cell, of, made_plan, only))
             names.append(name)
@@ -205,8 +233,18 @@ class Bench:
             "sets": sets,
             "flush": cell.flush,
             "config": config.config.label(),
+            "step": config.config.to_json(),
             "times": times,
+            **({"found": {name: chain.to_json() for name, chain in found.items()}} if found else {}),
         }
+
+    def _race(self, cell: str, field: Mapping[Chain, Timed]) -> Mapping[Chain, float]:
+        """Short interleaved times of some chains, printed as they come."""
+        samples = interleave(list(field.values()), SEARCH_ROUNDS, SEARCH_REPLAYS)
+        times = {c: summary(s)["time_us"] for c, s in zip(field, samples, strict=True)}
+        for chain, time_us in times.items():
+            print(f"  {cell}: {time_us:8.2f}  {chain.label()}", flush=True)
+        return times
 
     def _captured(self, cell: Cell, of: dict[int, LayerCall], made: launches.LayerPlan, only: int | None) -> Timed:
         parts = {key: made.parts(own) for key, own in of.items()}
@@ -226,37 +264,55 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     for cell in cells:
         row = [f"{cell['times'][c]['time_us']:12.2f}".rjust(max(12, len(c))) for c in columns]
         lines.append(f"{cell['tokens']:3} {cell['batch']:5}  " + "  ".join([*row, cell["config"]]))
+        for name, chain in cell.get("found", {}).items():
+            lines.append(f"           {name}: {Chain.from_json(chain).label()}")
         if more := [f"{n}: {t['time_us']:.2f}" for n, t in cell["times"].items() if n not in columns]:
             lines.append("           " + "; ".join(more))
     return "\n".join(lines)
 
 
-def machine_code(problems: Sequence[LayerProblem], batches: Sequence[int], target: Target) -> dict[str, str]:
-    """Name -> SHA-256 (first 16 digits) of the machine code of each conv and norm that the chains launch.
+def machine_code(
+    problems: Sequence[LayerProblem], batches: Sequence[int], target: Target, cells: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, str]:
+    """Name -> SHA-256 (first 16 digits) of the machine code of each kernel that chains launch beside the plain step's.
 
     Sources may change around code that stays: times belong to the code.
+
+    Args:
+        cells: results of `Bench.cell`: which config steps that convolve x had, and what a search found.
     """
-    found = {}
+    found: dict[str, compiler.Recipe] = {}
     for problem in problems:
         for batch in batches:
             for kind in Overlap:
-                conv = shapes.conv_shape(problem, batch, chained=kind.chained, pdl=kind.first)
-                name = f"conv T {conv.tokens} {conv.vector} x {conv.threads}, {kind}"
-                found[name] = _code(LayerRecipe(conv), target)
+                how = {"chained": kind.chained, "pdl": kind.first, "with_x": not kind.x_in_step}
+                conv = shapes.conv_shape(problem, batch, **how)
+                found[f"conv T {conv.tokens} {conv.vector} x {conv.threads}, {kind}"] = LayerRecipe(conv)
                 norm = shapes.norm_shape(problem, chained=kind.chained)
-                found[f"norm T {norm.tokens}, {Overlap.INNER if norm.pdl else Overlap.NONE}"] = _code(
-                    LayerRecipe(norm), target
-                )
-    return found
+                name = f"norm T {norm.tokens}, {Overlap.INNER if norm.pdl else Overlap.NONE}"
+                found[name] = LayerRecipe(norm)
+    by_tokens = {problem.step.tokens: problem for problem in problems}
+    for cell in cells:
+        problem, batch = by_tokens[cell["tokens"]], cell["batch"]
+        step = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=True))
+        config = TileConfig.from_json(cell["step"])
+        found[f"step T {cell['tokens']} {config.label()}"] = LayerRecipe(shapes.step_shape(step, config))
+        for chain in map(Chain.from_json, cell.get("found", {}).values()):
+            for recipe in layer_search.recipes(problem, chain, batch):
+                if isinstance(recipe, LayerRecipe):
+                    found[f"{recipe.kind} T {cell['tokens']}, batch {batch}, {chain.label()}"] = recipe
+    return {name: _code(recipe, target) for name, recipe in found.items()}
 
 
-def _code(recipe: LayerRecipe, target: Target) -> str:
+def _code(recipe: compiler.Recipe, target: Target) -> str:
     code = resources.code(resources.cubin(compiler.entry_of(recipe, target).object_bytes()))
     return hashlib.sha256(code).hexdigest()[:16]
 
 
-def facts(bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int]) -> dict[str, Any]:
-    """What the times belong to."""
+def facts(
+    bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int], cells: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the times of some cells belong to."""
     step = problems[0].step
     return {
         "gpu": bench.target.name,
@@ -264,13 +320,17 @@ def facts(bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int]
         "commit": commit(),
         "kernel_fingerprint": fingerprint.kernels(),
         "layer_kernel_fingerprint": fingerprint.kernels("fused"),
-        "machine_code": machine_code(problems, batches, bench.target),
+        "machine_code": machine_code(problems, batches, bench.target, cells),
         "toolchain": fingerprint.toolchain(),
         "torch": torch.__version__,
         "window": step.window,
         "state": step.state_dtype,
         "policy": bench.policy.to_json(),
     }
+
+
+def _compile(recipe: compiler.Recipe, target: Target) -> None:
+    compiler.entry_of(recipe, target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,21 +341,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=16, metavar="W")
     parser.add_argument("--state", choices=dtypes.STATE, default="f32")
     parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
+    parser.add_argument("--rows", type=int, default=Policy().min_rows, metavar="N", help="a rotation's at least")
+    parser.add_argument("--search", action="store_true", help="also look for a faster chain")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of --compile-for")
     parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args(argv)
     problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
     if args.compile_for is not None:
         where = named(args.compile_for)
-        wanted = dict.fromkeys(k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts))
-        for recipe in wanted:
-            compiler.entry_of(recipe, where)
+        wanted = list(
+            dict.fromkeys(
+                k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts, args.search)
+            )
+        )
+        if args.jobs > 1:
+            spawn = multiprocessing.get_context("spawn")  # the compiler is not to be forked
+            with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
+                list(pool.map(_compile, wanted, [where] * len(wanted), chunksize=4))
+        else:
+            for recipe in wanted:
+                _compile(recipe, where)
         print(f"{len(wanted)} kernels for {where.name} are in {compiler.cache_dir()}")
         return 0
     if not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
         return 1
-    bench = Bench(Policy(), args.cuts)
+    bench = Bench(Policy(min_rows=args.rows), args.cuts, args.search)
     cells = []
     for problem in problems:
         for batch in args.batches:
@@ -304,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"T {problem.step.tokens}, batch {batch} done", file=sys.stderr, flush=True)
     print(table(cells))
     if args.out is not None:
-        found = facts(bench, problems, args.batches) | {"cells": cells}
+        found = facts(bench, problems, args.batches, cells) | {"cells": cells}
         atomic.write_text(args.out, json.dumps(found, indent=1) + "\n")
     return 0
 

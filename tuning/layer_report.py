@@ -18,14 +18,23 @@ import matplotlib.pyplot as plt
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from replayssm_cute import atomic, fingerprint
-from replayssm_cute.fused.overlap import SCHEMA, Overlap, fastest
+from replayssm_cute.fused.chains import Chain, Overlap
+from replayssm_cute.fused.overlap import SCHEMA, fastest
 from replayssm_cute.target import named
 
 from .layer_bench import PARTS, conv_bytes, layer_problem, machine_code, norm_bytes
 from .plots import batch_axis
 from .theme import DEFAULT, INK, LIGHT, MUTED, OURS, PEER_COLOURS
 
-_COLUMNS = {Overlap.NONE: "chain_us", Overlap.INNER: "pdl_us", Overlap.ALL: "pdl_conv_too_us"}
+_COLUMNS = {
+    Overlap.NONE: "chain_us",
+    Overlap.INNER: "pdl_us",
+    Overlap.ALL: "pdl_conv_too_us",
+    Overlap.INNER_X: "x_in_step_us",
+    Overlap.ALL_X: "conv_too_x_in_step_us",
+}
+_COLOURS = (MUTED, DEFAULT, OURS, PEER_COLOURS[1], PEER_COLOURS[2])
+_MARKERS = ("v", "^", "o", "D", "P")
 
 
 def stale_reason(data: dict[str, Any]) -> str | None:
@@ -38,12 +47,19 @@ def stale_reason(data: dict[str, Any]) -> str | None:
         return None
     if data["toolchain"] != fingerprint.toolchain():
         return f"conv and norm were of kernels {own[:12]}, now {now[:12]}, and another toolchain compiled them"
-    found = machine_code(_problems(data), sorted({c["batch"] for c in data["cells"]}), named(data["arch"]))
+    found = machine_code(
+        _problems(data), sorted({c["batch"] for c in data["cells"]}), named(data["arch"]), _with_steps(data)
+    )
     if other := sorted(
         name for name in found | data["machine_code"] if found.get(name) != data["machine_code"].get(name)
     ):
         return f"conv and norm were of kernels {own[:12]}, now {now[:12]}, which compile to other code for {other}"
     return None
+
+
+def _with_steps(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells that say which config their steps had; older results do not, and had no x in the step."""
+    return [cell for cell in data["cells"] if "step" in cell]
 
 
 def _problems(data: dict[str, Any]) -> list[Any]:
@@ -56,28 +72,46 @@ def frame(data: dict[str, Any], beside: pd.DataFrame | None = None) -> pd.DataFr
     rows = []
     for cell in data["cells"]:
         times = {name: entry["time_us"] for name, entry in cell["times"].items()}
-        chains = {kind: times[kind] for kind in Overlap}
+        chains = {kind: times[kind] for kind in Overlap if kind in times}
         problem = layer_problem(cell["tokens"], data["window"], data["state"])
         row = {"tokens": cell["tokens"], "batch": cell["batch"], "flush": cell["flush"], "config": cell["config"]}
         row |= {f"{part}_us": times[part] for part in PARTS}
         for name, moved in (("conv", conv_bytes), ("norm", norm_bytes)):
             row[f"{name}_gb_s"] = moved(problem, cell["batch"]) / times[name] / 1e3
-        row |= {column: chains[kind] for kind, column in _COLUMNS.items()}
+        row |= {column: chains[kind] for kind, column in _COLUMNS.items() if kind in chains}
         for promised in (False, True):
-            chosen = fastest(chains, promised)
             name = "promised" if promised else "plain"
-            row |= {f"{name}_choice": str(chosen), f"{name}_us": chains[chosen]}
-        shown = (*PARTS, *Overlap)
+            label, time_us = _served(cell, chains, promised)
+            row |= {f"{name}_choice": label, f"{name}_us": time_us}
+        shown = (*PARTS, *chains)
         row["spread"] = max(cell["times"][name]["spread"] for name in shown)
         rows.append(row)
     table = pd.DataFrame(rows)
     return table if beside is None else table.merge(beside, on=["tokens", "batch"], how="left", validate="1:1")
 
 
+def _served(cell: dict[str, Any], chains: dict[Overlap, float], promised: bool) -> tuple[str, float]:
+    """The chain that a call gets by a cell's times, and its time: what a search found if it held in the final race."""
+    chosen = fastest(chains, promised)
+    found = _found(cell, chains).get("promised" if promised else "plain")
+    return (str(chosen), chains[chosen]) if found is None else (found[0].label(), found[1])
+
+
+def _found(cell: dict[str, Any], chains: dict[Overlap, float]) -> dict[str, tuple[Chain, float]]:
+    """By "plain" and "promised": a search's chain and its time, where it was faster than what would serve without."""
+    kept = {}
+    for name, chain in cell.get("found", {}).items():
+        time_us = cell["times"][f"found, {name}"]["time_us"]
+        if time_us < chains[fastest(chains, name == "promised")]:
+            kept[name] = Chain.from_json(chain), time_us
+    return kept
+
+
 def markdown(table: pd.DataFrame) -> str:
     """The tables: the parts and the chains; where goals are known, what a call takes beside them."""
-    heads = ["T", "batch", "conv", "step", "norm", *(f"{kind}" for kind in Overlap), "step's config"]
-    columns = ["tokens", "batch", "conv_us", "step_us", "norm_us", *_COLUMNS.values(), "config"]
+    kinds = [kind for kind, column in _COLUMNS.items() if column in table]
+    heads = ["T", "batch", "conv", "step", "norm", *(f"{kind}" for kind in kinds), "step's config"]
+    columns = ["tokens", "batch", "conv_us", "step_us", "norm_us", *(_COLUMNS[kind] for kind in kinds), "config"]
     text = _markdown(heads, [[_cell(row[c]) for c in columns] for _, row in table.iterrows()])
     if "goal_us" not in table:
         return text
@@ -120,9 +154,9 @@ def draw(table: pd.DataFrame, data: dict[str, Any], path: Path) -> None:
                 ax.plot(
                     part["batch"], part["other_us"] / part["step_us"], "-s", label="other chain, another run", **style
                 )
-            for (kind, column), colour, marker in zip(
-                _COLUMNS.items(), (MUTED, DEFAULT, OURS), ("v", "^", "o"), strict=True
-            ):
+            for (kind, column), colour, marker in zip(_COLUMNS.items(), _COLOURS, _MARKERS, strict=True):
+                if column not in part:
+                    continue
                 ax.plot(
                     part["batch"], part[column] / part["step_us"], f"-{marker}", color=colour, ms=4, label=str(kind)
                 )
@@ -131,6 +165,13 @@ def draw(table: pd.DataFrame, data: dict[str, Any], path: Path) -> None:
             ax.legend()
         figure.savefig(path, facecolor="white", metadata={"Software": None})
         plt.close(figure)
+
+
+def _chains(cell: dict[str, Any]) -> dict[str, Any]:
+    """A bucket's chains, where a search found some that hold."""
+    times = {kind: cell["times"][kind]["time_us"] for kind in Overlap if kind in cell["times"]}
+    kept = _found(cell, times)
+    return {"chains": {name: chain.to_json() for name, (chain, _) in kept.items()}} if kept else {}
 
 
 def overlap_table(data: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +186,13 @@ def overlap_table(data: dict[str, Any]) -> dict[str, Any]:
     for problem in _problems(data):
         cells = [c for c in data["cells"] if c["tokens"] == problem.step.tokens]
         buckets = [
-            {"batch": c["batch"], "times_us": {str(kind): round(c["times"][kind]["time_us"], 3) for kind in Overlap}}
+            {
+                "batch": c["batch"],
+                "times_us": {
+                    str(kind): round(c["times"][kind]["time_us"], 3) for kind in Overlap if kind in c["times"]
+                },
+            }
+            | _chains(c)
             for c in cells
         ]
         entries.append({"problem": problem.step.to_json(), "buckets": buckets})

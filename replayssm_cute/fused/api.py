@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from .. import checks, compiler
+from .. import checks, compiler, torch_op
 from ..config import TileConfig
 from . import launches
 from .problem import LayerCall, LayerProblem, layer_problem
 from .reference import decode_step_reference
 
 _CHECK = checks.enabled()
+_compiling = torch.compiler.is_compiling  # looked up once, as in `replayssm_cute.api`
 
 
 def decode_step(
@@ -75,7 +76,8 @@ def decode_step(
     the kernels that this call stands for, and the norm's result is rounded once, after its weight. The cursors are
     read; `commit` moves them as it does for `checkpointing_ssu`. CPU tensors run the reference. REPLAYSSM_CHECK=1 also
     checks slots and cursors on CUDA, which synchronizes; not while a graph is captured. The first call of a problem
-    compiles or loads its kernels and checks their numbers, and so belongs before a graph capture.
+    compiles or loads its kernels and checks their numbers, and so belongs before a graph capture; `warmup` does so too.
+    Under torch.compile the call becomes one node, the operator `replayssm_cute::decode_step`.
 
     NaN and Inf in padding rows and dead ring rows change nothing.
 
@@ -89,6 +91,15 @@ def decode_step(
         RuntimeError: no kernels for this GPU, kernels that failed their self-check on it, or a kernel that is not ready
             during a graph capture.
     """
+    if _compiling():
+        if config is not None:
+            raise ValueError("config: got a TileConfig under torch.compile, expected None; put it into a tuned table")
+        torch_op.layer(
+            projected, state, x_cache, B_cache, dt_cache, conv_cache, ring_start, prev_num_accepted_tokens,
+            conv_weight, conv_bias, A, D, dt_bias, norm_weight, out, state_batch_indices, pad_slot_id, norm_groups, eps,
+            dt_softplus, scratch, enable_pdl,
+        )  # fmt: skip
+        return out
     call = LayerCall(
         projected, state, x_cache, B_cache, dt_cache, conv_cache, ring_start, prev_num_accepted_tokens, conv_weight,
         conv_bias, A, D, dt_bias, norm_weight, out, state_batch_indices, pad_slot_id, norm_groups, eps, dt_softplus,

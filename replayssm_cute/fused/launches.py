@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from .. import compiler, plan
+from .. import compiler, plan, tables
 from ..config import TileConfig
+from ..sm100 import Sm100Config
 from . import overlap as overlaps
 from . import proof
-from .overlap import Overlap
+from .chains import Chain, Overlap
 from .problem import LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
-from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape
+from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape, step_shape
 
 _LIMIT = 4096  # signatures kept
 
@@ -40,6 +41,7 @@ class LayerPlan:
         overlap: which kernels start early.
         step: the checkpointing SSU's plan.
         conv, norm: the kernels before and after it.
+        x_step: the step kernel that convolves x, in place of the plan's own, and the conv B and C alone; or None.
     """
 
     problem: LayerProblem
@@ -47,6 +49,7 @@ class LayerPlan:
     step: plan.Plan
     conv: compiler.Kernel
     norm: compiler.Kernel
+    x_step: compiler.Kernel | None = None
 
     def launch(self, call: LayerCall) -> torch.Tensor:
         """Run the step on a call of this problem, on the current stream of its device."""
@@ -56,21 +59,29 @@ class LayerPlan:
 
     def parts(self, call: LayerCall) -> tuple[tuple[compiler.Kernel, tuple[Any, ...]], ...]:
         """Each launch of a call in order: a kernel and its arguments."""
-        scratch = call.scratch
+        scratch, first = call.scratch, 0 if self.x_step is None else self.problem.d_inner
         if scratch is None:
-            scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels))
-        slots, pad = call.state_batch_indices, call.pad_slot_id
+            scratch = call.projected.new_empty((*call.projected.shape[:2], self.problem.channels - first))
+        elif first:
+            scratch = scratch[..., first:]
+        slots, pad, bias = call.state_batch_indices, call.pad_slot_id, call.conv_bias
+        inputs, cache, weight = call.conv_inputs(), call.conv_cache, call.conv_weight
+        step: tuple[compiler.Kernel, tuple[Any, ...]]
+        if self.x_step is None:
+            step = self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))
+        else:
+            inputs, cache, weight = inputs[..., first:], cache[..., first:], weight[first:]
+            bias = None if bias is None else bias[first:]
+            of_x = call.step_call(scratch, call.out, with_x=False)
+            step = self.x_step, (*plan.kernel_args(of_x), *call.conv_of_x())
         return (
             (
                 self.conv,
-                (
-                    call.conv_inputs(), call.conv_cache, call.ring_start, call.prev_num_accepted_tokens,
-                    call.conv_weight, call.conv_bias, scratch, slots, pad,
-                ),
+                (inputs, cache, call.ring_start, call.prev_num_accepted_tokens, weight, bias, scratch, slots, pad),
             ),
-            (self.step.kernel, plan.kernel_args(call.step_call(scratch, call.out))),
+            step,
             (self.norm, (call.out, call.gate(), call.norm_weight, slots, float(call.eps), pad)),
-        )  # fmt: skip
+        )
 
 
 def run(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> torch.Tensor:
@@ -139,7 +150,7 @@ def make(
     *,
     config: TileConfig | None = None,
     enable_pdl: bool = False,
-    overlap: Overlap | None = None,
+    overlap: Overlap | Chain | None = None,
     conv: ConvShape | None = None,
     norm: NormShape | None = None,
 ) -> LayerPlan:
@@ -150,46 +161,69 @@ def make(
     Args:
         config: forces the step's tile config.
         enable_pdl: whether the conv may start while its predecessor runs.
-        overlap: forces which kernels start early; None takes what `overlap` knows.
-        conv, norm: force these kernels; None takes the rules of `shapes`.
+        overlap: forces which kernels start early and which convolves x, a `Chain` their shapes as well; None takes
+            what `overlap` knows.
+        conv, norm: force these kernels; None takes the chain's.
 
     Raises:
         ValueError, RuntimeError: as `decode_step`.
     """
-    others: tuple[Overlap, ...] = ()
+    others: tuple[Chain, ...] = ()
     if overlap is None:
         target = plan.device_target(device)
-        overlap = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
+        chain = overlaps.choose(problem.step, batch, target, promised=enable_pdl)
         if not compiler.capturing():
             others = overlaps.candidates(problem.step, target, promised=enable_pdl)
+    else:
+        chain = Chain(overlap) if isinstance(overlap, Overlap) else overlap
     for other in others:
-        if other is not overlap:
-            _chain(problem, batch, device, config, other, conv, norm)
-    return _chain(problem, batch, device, config, overlap, conv, norm)
+        if other != chain:
+            _made(problem, batch, device, config, other, conv, norm)
+    return _made(problem, batch, device, config, chain, conv, norm)
 
 
-def _chain(
+def _made(
     problem: LayerProblem,
     batch: int,
     device: int,
     config: TileConfig | None,
-    overlap: Overlap,
+    chain: Chain,
     conv: ConvShape | None,
     norm: NormShape | None,
 ) -> LayerPlan:
-    """The plan with a given overlap."""
-    chained, first = overlap.chained, overlap.first
+    """The plan with a given chain."""
+    overlap, chained = chain.overlap, chain.overlap.chained
     problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=chained))
-    for shape in conv_shapes(problem, chained=chained, pdl=first) if conv is None else (conv,):
+    if config is None and chain.config is not None and plan._ready(problem.step, chain.config, device, batch):
+        config = chain.config  # else its kernel failed its self-check, and what stands in for it serves
+    step = plan.make(problem.step, batch, device, config)
+    x_step = None
+    if overlap.x_in_step:
+        assert step.choice is not None  # of a GPU's plan there is one
+        if isinstance(step.choice.config, Sm100Config):  # that kernel has no conv in it
+            overlap = Overlap.ALL if overlap.first else Overlap.INNER
+        else:
+            if config is None and not compiler.capturing():
+                for other in tables.candidates(problem.step, plan.device_target(device)):
+                    ready(LayerRecipe(step_shape(problem, other, chain.early)), device)
+            x_step = ready(LayerRecipe(step_shape(problem, step.choice.config, chain.early)), device)
+    how: dict[str, bool] = {"chained": chained, "pdl": overlap.first, "with_x": not overlap.x_in_step}
+    if conv is None and chain.conv is not None:
+        conv = chain.conv.of(conv_shape(problem, batch, **how))
+    if norm is None:
+        norm = norm_shape(problem, chained=chained)
+        norm = norm if chain.norm is None else chain.norm.of(norm)
+    for shape in conv_shapes(problem, **how) if conv is None else (conv,):
         if not compiler.capturing():
             ready(LayerRecipe(shape), device)
-    chosen = conv_shape(problem, batch, chained=chained, pdl=first) if conv is None else conv
+    chosen = conv_shape(problem, batch, **how) if conv is None else conv
     return LayerPlan(
         problem,
         overlap,
-        plan.make(problem.step, batch, device, config),
+        step,
         ready(LayerRecipe(chosen), device),
-        ready(LayerRecipe(norm_shape(problem, chained=chained) if norm is None else norm), device),
+        ready(LayerRecipe(norm), device),
+        x_step,
     )
 
 

@@ -1,9 +1,10 @@
-"""Which of a decode step's kernels start while the one before them still runs.
+"""Which chain of kernels runs a decode step: the measured tables, and what serves without one.
 
-By default all that may: this hides launches and latencies. Where a measured table knows the problem on this GPU, and
-another choice was faster there by more than MARGIN, that one serves. A table holds the times of each choice (see
-`read`); `replayssm_tuning.layer_bench` measures them, `replayssm_tuning.layer_report` writes them. Shipped ones lie in
-`tables/overlap`; those that REPLAYSSM_LAYER_TABLES names (separated as in PATH) go before them.
+By default all start early that may: this hides launches and latencies; the conv convolves x too, and kernels are cut by
+the rules of `shapes`. Where a measured table knows the problem on this GPU, and another choice was faster there by more
+than MARGIN, that one serves; so does the chain that a search found, where the table has one. A table holds the times of
+each choice (see `read`); `replayssm_tuning.layer_bench` measures them, `replayssm_tuning.layer_report` writes them.
+Shipped ones lie in `tables/overlap`; those that REPLAYSSM_LAYER_TABLES names (separated as in PATH) go before them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .. import fingerprint, tables
 from ..problem import Problem
 from ..tables.lookup import _answering
 from ..target import Target
+from .chains import Chain, Overlap
 
 log = logging.getLogger("replayssm_cute")
 
@@ -33,22 +34,29 @@ MARGIN = 0.02  # samples of one chain spread by 1 to 3%: medians that differ by 
 FOLDER = Path(tables.__file__).parent / "overlap"
 
 
-class Overlap(StrEnum):
-    """What starts early, by the names that measurements have."""
+__all__ = ["Cell", "Overlap", "OverlapTable", "candidates", "choose", "fastest", "forget", "read"]
 
-    NONE = "chain"
-    INNER = "chain, PDL"
-    ALL = "chain, PDL, conv too"
+REQUIRED = (Overlap.NONE, Overlap.INNER, Overlap.ALL)  # what each table has times of
 
-    @property
-    def chained(self) -> bool:
-        """Whether the step starts while the conv runs, and the norm while the step runs."""
-        return self is not Overlap.NONE
 
-    @property
-    def first(self) -> bool:
-        """Whether the conv starts while the kernel before the call runs."""
-        return self is Overlap.ALL
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What was measured for one batch size.
+
+    Attributes:
+        times: microseconds of each choice, its kernels cut by the rules.
+        plain, promised: the chain that a search found, without and with a promise that the conv may start early; None
+            where none was searched for.
+    """
+
+    times: Mapping[Overlap, float]
+    plain: Chain | None = None
+    promised: Chain | None = None
+
+    def chain(self, promised: bool) -> Chain:
+        """What serves."""
+        found = self.promised if promised else self.plain
+        return Chain(fastest(self.times, promised)) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +66,14 @@ class OverlapTable:
     Attributes:
         gpu_name, arch: as `Target` has them.
         kernel_fingerprint, layer_kernel_fingerprint: of the step's kernels, and of the conv's and the norm's.
-        entries: of a problem's `_SAME` fields, microseconds of each choice by batch, in ascending order.
+        entries: of a problem's `_SAME` fields, cells by batch, in ascending order.
     """
 
     gpu_name: str
     arch: str
     kernel_fingerprint: str
     layer_kernel_fingerprint: str
-    entries: Mapping[Key, Mapping[int, Mapping[Overlap, float]]]
+    entries: Mapping[Key, Mapping[int, Cell]]
 
     def unusable_reason(self, target: Target) -> str | None:
         """Why it says nothing about today's kernels on `target`, or None."""
@@ -76,8 +84,8 @@ class OverlapTable:
                 return f"its {group} kernels' fingerprint {own[:12]} is stale, now {fingerprint.kernels(group)[:12]}"
         return None
 
-    def times(self, problem: Problem, batch: int) -> Mapping[Overlap, float] | None:
-        """The times that answer for `batch` rows, or None: buckets as in `tables`, of this very geometry alone."""
+    def cell(self, problem: Problem, batch: int) -> Cell | None:
+        """The cell that answers for `batch` rows, or None: buckets as in `tables`, of this very geometry alone."""
         cells = self.entries.get(key_of(problem), {})
         batches = list(cells)
         at = _answering(batches, batch)
@@ -91,7 +99,7 @@ def key_of(problem: Problem) -> Key:
 
 def read(path: Path) -> OverlapTable:
     """The table in a JSON file: the attributes of `OverlapTable`, entries as a list of {problem, buckets: [{batch,
-    times_us}]}, and "schema".
+    times_us, chains}]}, and "schema". `chains`, which may be absent, holds `Chain.to_json` as "plain" and "promised".
 
     Raises:
         tables.TableError: if it cannot be read or is no such table.
@@ -111,13 +119,19 @@ def read(path: Path) -> OverlapTable:
         raise tables.TableError(f"it is no table of overlaps ({error!r})") from error
 
 
-def _cells(buckets: list[dict[str, Any]]) -> dict[int, dict[Overlap, float]]:
+def _cells(buckets: list[dict[str, Any]]) -> dict[int, Cell]:
     found = {}
     for bucket in sorted(buckets, key=lambda b: b["batch"]):
-        times = {kind: float(bucket["times_us"][kind]) for kind in Overlap}
+        given = bucket["times_us"]
+        times = {kind: float(given[kind]) for kind in Overlap if kind in REQUIRED or kind in given}
         if type(bucket["batch"]) is not int or bucket["batch"] < 1 or not all(0 < t < 1e9 for t in times.values()):
             raise tables.TableError(f"got a bucket {bucket}, expected a positive batch and positive times")
-        found[bucket["batch"]] = times
+        chains = {name: Chain.from_json(chain) for name, chain in bucket.get("chains", {}).items()}
+        if (plain := chains.get("plain")) is not None and plain.overlap.first:
+            raise tables.TableError(
+                f"got {plain.label()!r} for calls without a promise, whose conv may not start early"
+            )
+        found[bucket["batch"]] = Cell(times, **chains)
     return found
 
 
@@ -145,30 +159,30 @@ def forget() -> None:
     _usable.cache_clear()
 
 
-def choose(problem: Problem, batch: int, target: Target, *, promised: bool) -> Overlap:
+def choose(problem: Problem, batch: int, target: Target, *, promised: bool) -> Chain:
     """The choice for `batch` rows.
 
     Args:
         promised: whether the conv may start early: whether the caller has promised what `decode_step`'s enable_pdl
-            says. Without it `Overlap.ALL` is never chosen.
+            says. Without it no chain with `Overlap.first` is chosen.
     """
     for table in _usable(target):
-        times = table.times(problem, batch)
-        if times is not None:
-            return fastest(times, promised)
-    return _default(promised)
+        cell = table.cell(problem, batch)
+        if cell is not None:
+            return cell.chain(promised)
+    return Chain(_default(promised))
 
 
-def candidates(problem: Problem, target: Target, *, promised: bool) -> tuple[Overlap, ...]:
+def candidates(problem: Problem, target: Target, *, promised: bool) -> tuple[Chain, ...]:
     """Every choice that some batch of the problem may get."""
-    cells = [times for table in _usable(target) for times in table.entries.get(key_of(problem), {}).values()]
-    return tuple(dict.fromkeys([_default(promised), *(fastest(times, promised) for times in cells)]))
+    cells = [cell for table in _usable(target) for cell in table.entries.get(key_of(problem), {}).values()]
+    return tuple(dict.fromkeys([Chain(_default(promised)), *(cell.chain(promised) for cell in cells)]))
 
 
 def fastest(times: Mapping[Overlap, float], promised: bool) -> Overlap:
     """The default, or what is faster than it by more than the margin."""
     default = _default(promised)
-    best = min((kind for kind in Overlap if promised or not kind.first), key=times.__getitem__)
+    best = min((kind for kind in times if promised or not kind.first), key=times.__getitem__)
     return best if times[default] > (1 + MARGIN) * times[best] else default
 
 

@@ -6,17 +6,20 @@ A layer's projection holds, token by token, [z | x | B | C | dt]: the gate (d_in
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from .. import calls, dtypes, plan
 from ..problem import (
+    OFFSET_LIMIT,
     ROW_ALIGN,
     Problem,
     _distinct,
     _dtype,
     _rank,
+    _reach,
     _rows,
     _shape,
     _tensor,
@@ -51,6 +54,14 @@ class LayerProblem:
             )
         if self.step.ragged:
             raise NotImplementedError("cu_seqlens: ragged rows are not served by decode_step yet")
+        if self.step.rewrites:
+            raise NotImplementedError(
+                f"state: got {self.step.kinds}, rounded anew or with a copy; decode_step does not serve that yet"
+            )
+        if self.step.has_z:
+            raise ValueError("has_z: got True, expected False: decode_step's gate belongs to its norm")
+        if self.step.dt_dtype != self.step.io_dtype:
+            raise TypeError(f"dt_dtype: got {self.step.dt_dtype}, expected {self.step.io_dtype}: dt is in projected")
         for name, value in (("conv_dtype", self.conv_dtype), ("norm_dtype", self.norm_dtype)):
             if value not in dtypes.WEIGHT:
                 raise TypeError(f"{name}: got {value!r}, expected one of {dtypes.WEIGHT}")
@@ -125,12 +136,16 @@ class LayerCall:
         first = self.out.shape[-1]
         return self.projected[..., first : first + self.conv_cache.shape[-1]]
 
-    def step_call(self, convolved: torch.Tensor, out: torch.Tensor) -> calls.Call:
-        """The checkpointing SSU's call on the conv's outputs (b, T, channels); its own go to `out` (b, T, H·P)."""
+    def step_call(self, convolved: torch.Tensor, out: torch.Tensor, with_x: bool = True) -> calls.Call:
+        """The checkpointing SSU's call on the conv's outputs (b, T, channels); its own go to `out` (b, T, H·P).
+
+        Args:
+            with_x: False: `convolved` holds B and C alone, and x is the raw one, for a step that convolves it.
+        """
         heads, head_dim, d_state = self.state.shape[1:]
         groups = self.B_cache.shape[1]
-        sizes = [heads * head_dim, groups * d_state, groups * d_state]
-        x, B, C = convolved.split(sizes, -1)
+        x = (convolved if with_x else self.conv_inputs())[..., : heads * head_dim]
+        B, C = convolved[..., -2 * groups * d_state :].split(groups * d_state, -1)
         return calls.Call(
             state=self.state,
             x_cache=self.x_cache,
@@ -150,6 +165,14 @@ class LayerCall:
             state_batch_indices=self.state_batch_indices,
             pad_slot_id=self.pad_slot_id,
         )
+
+    def conv_of_x(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What a step that convolves x takes beside its own: its ring (slots, R, H, P), taps (4·H·P,) and biases."""
+        heads, head_dim = self.state.shape[1:3]
+        width = heads * head_dim
+        ring = self.conv_cache[..., :width].unflatten(-1, (heads, head_dim))
+        bias = None if self.conv_bias is None else self.conv_bias[:width]
+        return ring, self.conv_weight.view(-1)[: CONV_WIDTH * width], bias
 
 
 def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
@@ -253,6 +276,9 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
     given_to_step = call.step_call(convolved, call.out).kwargs()
     plan.check_pad_slot_id(given_to_step.pop("pad_slot_id"))
     step = from_tensors(**given_to_step, enable_pdl=pdl)
+    # A step that convolves x reaches the raw inputs and their ring as it reaches the rest.
+    if max(_reach(call.projected), _reach(call.conv_cache)) >= OFFSET_LIMIT:
+        step = dataclasses.replace(step, compact=False)
     norm_groups = groups if call.norm_groups is None else call.norm_groups
     return LayerProblem(step, conv_dtype, bias_dtype, norm_dtype, norm_groups)
 

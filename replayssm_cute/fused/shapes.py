@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import WARP
+from ..config import WARP, TileConfig
+from ..problem import Problem
 from .problem import LayerProblem
 
 PIECE = 8  # 16-bit values in 16 bytes
@@ -12,9 +13,14 @@ MOST_THREADS = 1024
 SPREAD_VECTORS = 1 << 14  # 8-channel vectors of a launch below which narrower ones keep more lanes busy; unmeasured
 
 
+def _check_carveout(carveout: int | None) -> None:
+    if carveout is not None and not 0 <= carveout <= 100:
+        raise ValueError(f"carveout: got {carveout}, expected 0..100 or None")
+
+
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """One conv kernel. A thread takes `vector` channels of `rows` batch rows through all their tokens.
+    """One conv kernel. A thread takes `vector` channels of `rows` batch rows through all their tokens, or `each`.
 
     Attributes:
         channels, tokens, ring_rows: of the problem.
@@ -24,6 +30,9 @@ class ConvShape:
         threads: of a CTA.
         triggers: whether the next kernel may start before this one ends.
         pdl: whether this one may start before its predecessor ends.
+        each: tokens of a thread, a divisor of `tokens`; None: all. Unmeasured: no rule takes fewer.
+        carveout: percent of a multiprocessor's L1 to be shared memory while the kernel runs; None leaves it to the
+            driver. Step kernels ask for 100, and a multiprocessor that has to be divided anew has to be idle first.
     """
 
     channels: int
@@ -38,8 +47,13 @@ class ConvShape:
     triggers: bool = True
     pdl: bool = False
     rows: int = 1
+    each: int | None = None
+    carveout: int | None = None
 
     def __post_init__(self) -> None:
+        _check_carveout(self.carveout)
+        if self.each is not None and (self.each < 1 or self.tokens % self.each):
+            raise ValueError(f"each: got {self.each}, expected a divisor of {self.tokens} tokens or None")
         if self.rows not in (1, 2, 4):
             raise ValueError(f"rows: got {self.rows}, expected 1, 2 or 4")
         if self.vector not in (2, 4, 8):
@@ -49,8 +63,13 @@ class ConvShape:
 
     @property
     def ctas_per_row(self) -> int:
-        """CTAs of one batch row."""
+        """CTAs that share one batch row's channels."""
         return -(-self.channels // (self.vector * self.threads))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a thread."""
+        return self.each or self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,7 @@ class NormShape:
         triggers, pdl: as in `ConvShape`.
         together: tokens of a CTA, which read the weights once; a divisor of `tokens`. No rule takes more than one yet:
             unmeasured.
+        carveout: as in `ConvShape`.
     """
 
     d_inner: int
@@ -76,8 +96,10 @@ class NormShape:
     triggers: bool = True
     pdl: bool = True
     together: int = 1
+    carveout: int | None = None
 
     def __post_init__(self) -> None:
+        _check_carveout(self.carveout)
         if self.together < 1 or self.tokens % self.together:
             raise ValueError(f"together: got {self.together}, expected a divisor of {self.tokens} tokens")
         if not 0 < self.warps <= MOST_THREADS // WARP:
@@ -99,17 +121,41 @@ class NormShape:
         return -(-self.group // (PIECE * self.threads))
 
 
-def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool) -> ConvShape:
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One step kernel that convolves its x.
+
+    Attributes:
+        problem, config: of the step; x is raw there.
+        weight_dtype, bias_dtype: of the conv; None where it has no bias.
+        early: whether x is convolved before the wait for the kernel before; under PDL alone. For launches whose CTAs
+            all start at once: they wait anyway. Unmeasured: no rule asks for it.
+    """
+
+    problem: Problem
+    config: TileConfig
+    weight_dtype: str
+    bias_dtype: str | None
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        if self.early and not self.problem.pdl:
+            raise ValueError("early: got True, expected False without PDL")
+
+
+def conv_shape(problem: LayerProblem, batch: int, *, chained: bool, pdl: bool, with_x: bool = True) -> ConvShape:
     """The conv kernel for a batch size.
 
     Args:
         chained: whether the step starts while the conv runs.
         pdl: whether the conv starts while its predecessor runs.
+        with_x: False: of B and C alone.
     """
-    vector, threads = _conv_cuts(problem)[batch * problem.channels >= SPREAD_VECTORS * PIECE]
+    channels = problem.channels if with_x else problem.channels - problem.d_inner
+    vector, threads = _conv_cuts(problem)[batch * channels >= SPREAD_VECTORS * PIECE]
     step = problem.step
     return ConvShape(
-        channels=problem.channels,
+        channels=channels,
         tokens=step.tokens,
         ring_rows=step.ring_rows,
         io_dtype=step.io_dtype,
@@ -128,9 +174,14 @@ def _conv_cuts(problem: LayerProblem) -> tuple[tuple[int, int], tuple[int, int]]
     return (2, 64), (8 if problem.step.tokens <= 8 else 4, 128)
 
 
-def conv_shapes(problem: LayerProblem, *, chained: bool, pdl: bool) -> tuple[ConvShape, ...]:
+def conv_shapes(problem: LayerProblem, *, chained: bool, pdl: bool, with_x: bool = True) -> tuple[ConvShape, ...]:
     """Every conv kernel that some batch size asks for."""
-    return tuple(conv_shape(problem, batch, chained=chained, pdl=pdl) for batch in (1, 1 << 24))
+    return tuple(conv_shape(problem, batch, chained=chained, pdl=pdl, with_x=with_x) for batch in (1, 1 << 24))
+
+
+def step_shape(problem: LayerProblem, config: TileConfig, early: bool = False) -> StepShape:
+    """The step kernel that convolves x."""
+    return StepShape(problem.step, config, problem.conv_dtype, problem.conv_bias_dtype, early)
 
 
 def norm_shape(problem: LayerProblem, *, chained: bool) -> NormShape:

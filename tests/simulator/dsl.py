@@ -244,12 +244,13 @@ arch = SimpleNamespace(
     shuffle_sync_up=_shuffle_up,
     griddepcontrol_wait=_inputs_ready,
     griddepcontrol_launch_dependents=_nothing,
+    rcp_approx=lambda v: np.float32(1) / v,
 )
 cute = SimpleNamespace(
     jit=lambda f: f,
     kernel=_kernel,
     arch=arch,
-    math=SimpleNamespace(exp=np.exp, log1p=np.log1p),
+    math=SimpleNamespace(exp=lambda v, fastmath=False: np.exp(v), log1p=np.log1p),
     assume=assume,
     make_layout=Layout,
     make_swizzle=lambda bits, base, shift: (bits, base, shift),

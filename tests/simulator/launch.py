@@ -40,21 +40,30 @@ class Cta:
 class Run:
     """A launch, and afterwards what it did: tensors with counts, CTAs, bank conflicts by function."""
 
+    early: tuple[str, ...] = ()  # inputs that are there before the wait for the predecessor
+
     def __init__(self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS) -> None:
-        self.problem, self.config = problem, config
-        self.kernel = source.module("step").step_kernel(problem, config)
+        extra = EXTRA if problem.rewrites else ()
+        given = {name: getattr(call, name, None) for name in (*ORDER, *EXTRA)}
+        self._run(problem, config, source.module("step").step_kernel(problem, config), given, call.pad_slot_id, extra)
+
+    def _run(
+        self, problem: Problem, config: TileConfig, kernel: Any, given: dict[str, Any], pad_slot_id: int,
+        extra: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        """Launch a kernel on tensors by name; `extra` are those that it takes after the stream."""
+        self.problem, self.config, self.kernel = problem, config, kernel
         self.tensors: dict[str, Global] = {}
-        for name in (*ORDER, *EXTRA):
-            if (t := getattr(call, name, None)) is not None:
-                self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS)
+        for name, t in given.items():
+            if t is not None:
+                self.tensors[name] = Global(name, t, len(self.tensors) + 1, name in INPUTS and name not in self.early)
         self.spaces = {t.base >> 40: t for t in self.tensors.values()}
         self.ctas: list[Cta] = []
         self.conflicts: collections.Counter[str] = collections.Counter()
         self.unfinished: list[tuple[int, int]] = []  # CTA and warp that ended with copies on their way
         NOW.run, NOW.warp = self, Warp(0, inputs_ready=False)
         arguments = [self.tensors.get(name) for name in ORDER]
-        extra = [self.tensors.get(name) for name in EXTRA] if problem.rewrites else []
-        self.kernel(*arguments, call.pad_slot_id, None, *extra)
+        self.kernel(*arguments, pad_slot_id, None, *(self.tensors.get(name) for name in extra))
 
     def note_conflicts(self, where: str, ways: int) -> None:
         self.conflicts[where] = max(self.conflicts[where], ways)

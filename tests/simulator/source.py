@@ -50,7 +50,7 @@ class _Waits(ast.NodeTransformer):
 class _Traced(ast.NodeTransformer):
     def __init__(self, source: Source, tree: ast.Module) -> None:
         self.source = source
-        self.methods = waiting_methods(tree, source)
+        self.methods = waiting_methods(tree, source) | source.inherited
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         decorators = [ast.unparse(d) for d in node.decorator_list]
@@ -89,6 +89,8 @@ def waiting_methods(tree: ast.Module, source: Source) -> set[str]:
 class Source:
     """One set of the kernel's modules; `replace` swaps a piece of source text first, to see that it is missed."""
 
+    inherited: frozenset[str] = frozenset()  # methods that wait, and that a kernel has from another module
+
     def __init__(self, replace: tuple[str, str, str] | None = None) -> None:
         self.replace = replace
         self.modules: dict[str, Any] = {
@@ -114,10 +116,18 @@ class Source:
         """What the scheduler gets to know of a wait."""
         return None
 
+    def path(self, name: str) -> Path:
+        """Where a module's source is."""
+        return FOLDER / f"{name}.py"
+
+    def importer(self, name: str) -> Any:
+        """What a module's imports call."""
+        return self._import
+
     def module(self, name: str) -> Any:
         """A module of `replayssm_cute.kernels`, loaded once."""
         if name not in self.modules:
-            path = FOLDER / f"{name}.py"
+            path = self.path(name)
             text = path.read_text()
             if self.replace and self.replace[0] == name:
                 if text.count(self.replace[1]) != 1:  # not an AssertionError, which would pass for a slip that is seen
@@ -127,7 +137,7 @@ class Source:
             tree = ast.fix_missing_locations(_Traced(self, tree).visit(tree))
             found = ModuleType(f"simulated.{name}")
             sys.modules[found.__name__] = found  # dataclasses look their annotations up there
-            vars(found).update(_branch=branch, __builtins__={**vars(builtins), "__import__": self._import})
+            vars(found).update(_branch=branch, __builtins__={**vars(builtins), "__import__": self.importer(name)})
             exec(compile(tree, str(path), "exec"), vars(found))
             self.modules[name] = found
         return self.modules[name]

@@ -5,6 +5,7 @@ registers: three from the ring, at rows ring_start + pnat - 3 .. ring_start + pn
 
     out_t = silu(bias + w_0 u_{t-3} + w_1 u_{t-2} + w_2 u_{t-1} + w_3 u_t)
 
+With `each`, tokens are shared out: a thread takes so many in a row, and the inputs before them from where they are.
 Taps and bias are read once for all rows of a thread.
 
 Under PDL what no predecessor writes (slots, cursors, ring, weights) is asked for before the wait. The kernel lets its
@@ -16,13 +17,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
 from ..shapes import ConvShape
-from .values import load_values, silu, unpack
-
-TAPS = 4
+from .values import TAPS, carved, convolved, load_values, unpack
 
 
 class ConvKernel:
@@ -47,10 +46,11 @@ class ConvKernel:
     ):
         shape = self.shape
         self.kernel(inputs, conv_cache, ring_start, pnat, weight, bias, out, slots, pad_slot_id).launch(
-            grid=[self.bundles(inputs.shape[0]) * shape.ctas_per_row, 1, 1],
+            grid=[self.bundles(inputs.shape[0]) * (shape.tokens // shape.chunk * shape.ctas_per_row), 1, 1],
             block=[shape.threads, 1, 1],
             stream=stream,
             use_pdl=shape.pdl,
+            **carved(shape.carveout),
         )
 
     @cute.kernel
@@ -70,6 +70,10 @@ class ConvKernel:
         vector, rows = shape.vector, range(shape.rows)
         block = cute.arch.block_idx()[0]
         bundle, part = block // shape.ctas_per_row, block % shape.ctas_per_row
+        first = 0  # of the thread's tokens
+        if cutlass.const_expr(shape.chunk < shape.tokens):
+            chunks = shape.tokens // shape.chunk
+            bundle, first = bundle // chunks, bundle % chunks * shape.chunk
         wanted = (part * shape.threads + cute.arch.thread_idx()[0]) * vector
         channel = Int32(cutlass.min(wanted, shape.channels - vector))
         there, row = self.rows_of(bundle, inputs.shape[0])
@@ -79,9 +83,9 @@ class ConvKernel:
         new = []
         if cutlass.const_expr(not shape.pdl):  # all predecessors have ended: nothing has to wait
             self.trigger()
-            new = [self.load_new(inputs, r, channel) for r in row]
+            new = [self.load_new(inputs, r, first, channel) for r in row]
         taps = load_values(weight, shape.weight_dtype, channel * TAPS, TAPS * vector)
-        bases = [Float32(0.0)] * vector
+        bases = None
         if cutlass.const_expr(bias is not None):
             bases = load_values(bias, shape.bias_dtype, channel, vector)
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
@@ -89,31 +93,28 @@ class ConvKernel:
         works = [(slot[i] != pad_slot_id) & (slot[i] >= 0) & (wanted < shape.channels) & there[i] for i in rows]
         safe = [Int64(cutlass.select_(works[i], slot[i], Int64(0))) for i in rows]
         end = [self.wrapped(Int32(ring_start[s]) + Int32(pnat[s])) for s in safe]
-        raw = [self.load_history(conv_cache, safe[i], end[i], channel) for i in rows]
+        old = [self.load_history(conv_cache, safe[i], end[i], first, channel) for i in rows]
         if cutlass.const_expr(shape.pdl):
             cute.arch.griddepcontrol_wait()
             self.trigger()
-            new = [self.load_new(inputs, r, channel) for r in row]
+            new = [self.load_new(inputs, r, first, channel) for r in row]
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(shape.rows):
-            self.convolve(raw[i] + new[i], taps, bases, works[i], out, conv_cache, row[i], safe[i], end[i], channel)
+            raw = self.series(old[i], new[i], first)
+            self.convolve(raw, taps, bases, works[i], out, conv_cache, row[i], safe[i], end[i], first, channel)
 
     @cute.jit
-    def convolve(self, raw, taps, bases, works, out, conv_cache, row, slot, end, channel):
-        """Write a row's outputs, and its new raw inputs into their ring."""
+    def convolve(self, raw, taps, bases, works, out, conv_cache, row, slot, end, first, channel):
+        """Write a row's outputs from its token `first` on, and these tokens' raw inputs into their ring."""
         shape = self.shape
         values = [unpack(shape.io_dtype, words) for words in raw]
         if works:
-            for t in cutlass.range_constexpr(shape.tokens):
-                result = []
-                for e in cutlass.range_constexpr(shape.vector):
-                    total = bases[e]
-                    for k in cutlass.range_constexpr(TAPS):
-                        total = total + taps[TAPS * e + k] * values[t + k][e]
-                    result.append(silu(total))
+            for t in cutlass.range_constexpr(shape.chunk):
+                result = convolved(values[t : t + TAPS], taps, bases)
                 packed = [pack(shape.io_dtype, result[e], result[e + 1]) for e in range(0, shape.vector, 2)]
-                store_words(self.place(out, row, t, channel), packed)
-                store_words(self.place(conv_cache, slot, self.wrapped(end + t), channel), raw[TAPS - 1 + t])
+                store_words(self.place(out, row, first + t, channel), packed)
+                ring = self.wrapped(end + (first + t))
+                store_words(self.place(conv_cache, slot, ring, channel), raw[TAPS - 1 + t])
 
     def rows_of(self, bundle, batch):
         """Of a thread's rows: whether each is in the batch, and which it is; the last one in place of those beyond."""
@@ -122,13 +123,28 @@ class ConvKernel:
         wanted = [bundle * self.shape.rows + i for i in range(self.shape.rows)]
         return [r < batch for r in wanted], [cutlass.min(r, batch - 1) for r in wanted]
 
-    def load_history(self, conv_cache, slot, end, channel):
-        """A row's three raw inputs before its new tokens."""
-        half, back = self.shape.vector // 2, self.shape.ring_rows - (TAPS - 1)
-        return [
-            load_words(self.place(conv_cache, slot, self.wrapped(end + back + k), channel), half)
+    def load_history(self, conv_cache, slot, end, first, channel):
+        """A row's three raw inputs before token `first` that lie in the ring; others stand for those that do not.
+
+        They are asked for before the wait, when no new token may be read.
+        """
+        half, rows = self.shape.vector // 2, self.shape.ring_rows
+        found = []
+        for k in range(TAPS - 1):
+            at = first + (k - (TAPS - 1))
+            at = cutlass.min(at, -1) if self.shape.chunk < self.shape.tokens else at
+            found.append(load_words(self.place(conv_cache, slot, self.wrapped(end + rows + at), channel), half))
+        return found
+
+    def series(self, old, new, first):
+        """The raw inputs of a thread's tokens, three before them first, from `load_history` and `load_new`."""
+        if self.shape.chunk == self.shape.tokens:
+            return old + new
+        before = [
+            [Int32(cutlass.select_(first + (k - (TAPS - 1)) < 0, o, n)) for o, n in zip(old[k], new[k], strict=True)]
             for k in range(TAPS - 1)
         ]
+        return before + new[TAPS - 1 :]
 
     def trigger(self):
         """Let the next kernel start, if it is one that may."""
@@ -140,10 +156,14 @@ class ConvKernel:
         rows = self.shape.rows
         return batch if rows == 1 else (batch + rows - 1) // rows
 
-    def load_new(self, inputs, row, channel):
-        """A row's new tokens."""
-        half = self.shape.vector // 2
-        return [load_words(self.place(inputs, row, t, channel), half) for t in range(self.shape.tokens)]
+    def load_new(self, inputs, row, first, channel):
+        """A thread's new tokens of a row; if that is not all of them, three before them first, where there are."""
+        half, chunk = self.shape.vector // 2, self.shape.chunk
+        tokens = list(range(chunk))
+        if chunk < self.shape.tokens:
+            tokens = [cutlass.max(first + (k - (TAPS - 1)), 0) for k in range(TAPS - 1)]
+            tokens += [first + t for t in range(chunk)]
+        return [load_words(self.place(inputs, row, t, channel), half) for t in tokens]
 
     def wrapped(self, ring):
         """A ring row modulo R, for less than 2 R."""

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from ...config import WARP
 from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
 from ..shapes import PIECE, NormShape
-from .values import load_shared_by_all, load_values, silu, unpack
+from .values import carved, load_shared_by_all, load_values, silu, unpack
 
 
 class NormKernel:
@@ -42,6 +42,7 @@ class NormKernel:
             block=[shape.threads, 1, 1],
             stream=stream,
             use_pdl=shape.pdl,
+            **carved(shape.carveout),
         )
 
     @cute.kernel

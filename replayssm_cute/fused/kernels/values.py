@@ -1,4 +1,6 @@
-"""What conv and norm share: values of any float type as f32, SiLU, and loads that see what another SM has written."""
+"""What conv and norm share: values of any float type as f32, SiLU, a conv's arithmetic, and loads that see what another
+multiprocessor has written.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,12 @@ from ...kernels.primitives import as_float, high_half, load_words, low_half
 
 BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WORDS = 4  # 32-bit words in the widest access
+TAPS = 4
+
+
+def carved(carveout: int | None) -> dict[str, int]:
+    """How a launch asks for its share of shared memory: see `ConvShape.carveout`."""
+    return {} if carveout is None else {"preferred_smem_carveout": carveout}
 
 
 def unpack(kind: str, words):
@@ -36,9 +44,31 @@ def silu(v):
     return v * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(Float32(0.0) - v, fastmath=True))
 
 
+def convolved(inputs, taps, bases):
+    """Some channels of one token: silu(bias + sum over k of taps_k inputs_k), in this order.
+
+    Args:
+        inputs: of each tap, oldest first, the channels' raw inputs as f32.
+        taps: `TAPS` of each channel, one channel after the other.
+        bases: the channels' biases, or None.
+    """
+    result = []
+    for e in range(len(inputs[0])):
+        total = Float32(0.0) if bases is None else bases[e]
+        for k in range(TAPS):
+            total = total + taps[TAPS * e + k] * inputs[k][e]
+        result.append(silu(total))
+    return result
+
+
+def load_shared_by_all(pointer: cute.Pointer) -> list[Int32]:
+    """Four words straight from L2: see `load_at`."""
+    return load_at(Int64(pointer.toint()))
+
+
 @dsl_user_op
-def load_shared_by_all(pointer: cute.Pointer, *, loc=None, ip=None) -> list[Int32]:
-    """Four words straight from L2.
+def load_at(address: Int64, *, loc=None, ip=None) -> list[Int32]:
+    """Four words at an address in global memory, straight from L2.
 
     For memory that an earlier kernel has written and that is read before this one's wait for its predecessor: the L1
     cache might still hold what was there before.
@@ -46,7 +76,7 @@ def load_shared_by_all(pointer: cute.Pointer, *, loc=None, ip=None) -> list[Int3
     words = [T.i32()] * WORDS
     result = llvm.inline_asm(
         llvm.StructType.get_literal(words),
-        [Int64(pointer.toint()).ir_value(loc=loc, ip=ip)],
+        [Int64(address).ir_value(loc=loc, ip=ip)],
         "ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];",
         "=r,=r,=r,=r,l,~{memory}",
         has_side_effects=True,
@@ -56,3 +86,19 @@ def load_shared_by_all(pointer: cute.Pointer, *, loc=None, ip=None) -> list[Int3
         ip=ip,
     )
     return [Int32(llvm.extractvalue(T.i32(), result, [i], loc=loc, ip=ip)) for i in range(WORDS)]
+
+
+@dsl_user_op
+def prefetch(address: Int64, *, loc=None, ip=None) -> None:
+    """Ask for the memory at an address to be brought to L2."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "prefetch.global.L2 [$0];",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
