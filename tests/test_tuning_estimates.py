@@ -50,9 +50,7 @@ def small(tmp_path: Path, *gpus: str) -> list[estimates.Job]:
 
 
 def make(tmp_path: Path, folder: Path, *gpus: str) -> list[Path]:
-    return estimates.make(
-        small(tmp_path, *gpus), folder, tmp_path / "pages", per_cell=2, workers=1, console=Console(quiet=True)
-    )
+    return estimates.make(small(tmp_path, *gpus), folder, tmp_path / "pages", workers=1, console=Console(quiet=True))
 
 
 # ---- which tables ----------------------------------------------------------------------------------
@@ -84,7 +82,7 @@ def test_a_state_that_a_plan_does_not_list_is_that_of_f32_with_another_dtype() -
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate-all", "--plans", "none"]) == 2
     assert "no plan 'none'" in capsys.readouterr().err
-    for wrong in (["--gpus", "v100"], ["--states", "f64"], ["--per-cell", "0"], ["--plans", ","]):
+    for wrong in (["--gpus", "v100"], ["--states", "f64"], ["--near", "-1"], ["--plans", ","]):
         with pytest.raises(SystemExit) as e:
             cli.main(["estimate-all", *wrong])
         assert e.value.code == 2
@@ -102,49 +100,54 @@ def test_stand_ins_have_the_registers_of_the_kernels_they_stand_for() -> None:
         assert (found.stack_bytes, found.shared_bytes) == (like.stack_bytes, like.shared_bytes)
 
 
-def test_a_handful_of_configs_is_compiled_once_for_gpus_and_ranks_alike(fake: Compiler, tmp_path: Path) -> None:
+def test_few_configs_cover_every_cell() -> None:
+    """The most cells first; of those that cover as many, the one that is faster in all."""
+    a, b, c, d = (TileConfig(n) for n in (1, 2, 4, 8))
+    assert estimates.covering([{a: 1.0}, {a: 1.0, b: 1.0}, {b: 1.0, c: 1.0}], ()) == [a, b]
+    assert estimates.covering([{a: 1.005, b: 1.0}, {a: 1.0, b: 1.004}], ()) == [b]
+    assert estimates.covering([{a: 1.0}, {b: 1.0, d: 1.005}], [d]) == [a]
+    assert estimates.covering([{a: 1.0}], [a]) == []
+
+
+def test_few_configs_are_compiled_once_for_gpus_and_ranks_alike(fake: Compiler, tmp_path: Path) -> None:
     make(tmp_path, tmp_path / "t", "b200", "gb200", "b300")
     assert len(fake.asked) == len(set(fake.asked))
     assert {t.arch for _, _, t in fake.asked} == {"sm_100a", "sm_103a"}
     assert {p.groups for p, _, _ in fake.asked} == {1}
+    for gpu in ("b200", "gb200", "b300"):
+        for job in small(tmp_path, gpu):
+            for w in job.plan.workloads:
+                compiled = {(p, c) for p, c, t in fake.asked if t.arch == job.target.arch}
+                for batch, near in zip((1, 64), estimates.near_fastest(w, gpu, (1, 64), estimates.NEAR), strict=True):
+                    assert min(near.values()) == 1 and max(near.values()) <= 1.01
+                    assert compiled & {estimates.stand_in(w.problem, c) for c in near}
+                    assert estimates.stand_in(w.problem, default_config(w.problem, job.target, batch)) in compiled
     of_one = [c for p, c, t in fake.asked if t.arch == "sm_100a" and p.tokens == 4 and p.state_dtype == "f32"]
-    workload = small(tmp_path, "b200")[0].plan.workloads[0]
-    wanted = {
-        estimates.stand_in(workload.problem, c)[1]
-        for gpu in ("b200", "gb200")
-        for c in estimates.shortlist(workload, gpu, (1, 64), 2)
-    }
-    assert set(of_one) == wanted
-    assert {default_config(workload.problem, B200, b) for b in (1, 64)} <= set(
-        estimates.shortlist(workload, "b200", (1, 64), 2)
-    )
+    assert len(of_one) <= 8
 
 
-def test_the_winner_is_the_models_with_the_compiled_registers(
-    fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_winner_is_the_models_with_the_compiled_registers(tmp_path: Path) -> None:
     """Configs whose code turns out to spill lose; the default stays unless it is beaten by the margin."""
     (job, *_) = small(tmp_path, "b200")
     (workload, *_) = job.plan.workloads
-    picks = estimates.shortlist(workload, "b200", job.plan.batches, 2)
-    good, bad = picks[-1], [c for c in picks if c != picks[-1]]
+    problem = workload.problem
+    default = default_config(problem, B200, 64)
+    good, bad = TileConfig(2, 1), [default, default_config(problem, B200, 1), TileConfig(head_split=2)]
 
     def compiled(spilled: list[TileConfig]) -> Table:
-        found = {
-            (w.problem, c): {
-                k: v
-                for k, v in Resources("", 96, 4096 if c in spilled else 0, 0, c.shared_bytes(w.problem), 128, 9000)
-                .to_json()
-                .items()
-                if k != "kernel"
-            }
-            for w in job.plan.workloads
-            for c in picks
-        }
+        found = {}
+        for w in job.plan.workloads:
+            for c in dict.fromkeys((good, *bad)):
+                stack = 4096 if c in spilled else 0
+                resources = Resources("", 96, stack, 0, c.shared_bytes(w.problem), 128, 9000).to_json()
+                found[w.problem, c] = {k: v for k, v in resources.items() if k != "kernel"}
         return estimates.table(job, found)
 
-    assert {c.config for c in compiled(bad).entries[workload.problem]} == {good}
-    failed = {(w.problem, c): {"failed": "no memory"} for w in job.plan.workloads for c in picks}
+    assert {c.config for c in compiled(bad).entries[problem]} == {good}
+    at_64 = compiled([good]).entries[problem][-1]
+    assert at_64.config != good and at_64.default_us is not None
+    assert at_64.config == default or at_64.time_us < at_64.default_us / 1.05
+    failed = {key: {"failed": "no memory"} for w in job.plan.workloads for key in [(w.problem, good)]}
     with pytest.raises(SweepError, match=r"NVIDIA B200: .* batch 1: nothing compiled: no memory"):
         estimates.table(job, failed)
 

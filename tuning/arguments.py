@@ -242,11 +242,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"state dtypes, besides those that a plan lists (default: {', '.join(estimates_of.STATES)})",
     )
     every.add_argument(
-        "--per-cell",
-        type=_count,
-        default=estimates_of.PER_CELL,
-        metavar="N",
-        help=f"configs to compile for a cell, besides the default (default {estimates_of.PER_CELL})",
+        "--near",
+        type=_share,
+        default=estimates_of.NEAR,
+        help="compile few configs such that each cell has one that the model thinks this near its fastest, such as 1%% "
+        f"or 0.01 (default {estimates_of.NEAR:.0%}%)",
     )
     every.add_argument("--workers", type=_count, help="processes (default: the CPUs)")
     every.add_argument("--out", type=Path, help="folder of the tables (default: the package's)")

@@ -290,7 +290,7 @@ def _estimate_all(console: Console, args: argparse.Namespace) -> int:
     jobs = estimates.jobs(args.plans or estimates.PLANS, args.gpus or estimates.GPUS, args.states)
     folder = args.out or tables.estimated_folder()
     try:
-        made = estimates.make(jobs, folder, args.pages, per_cell=args.per_cell, workers=args.workers, console=console)
+        made = estimates.make(jobs, folder, args.pages, near=args.near, workers=args.workers, console=console)
     except SweepError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -1,8 +1,9 @@
 """The estimated tables that the package brings, for GPUs that nobody here has measured: made without a GPU.
 
-For each cell the configs that the cost model thinks fastest are compiled for the target, read for what their code asks
-for, and ranked with it. The tables serve where "estimated" is named (see `replayssm_cute.tables.lookup`), behind every
-measured one. A page for each GPU says what they promise; it is made of the tables alone.
+Of each problem the default configs and few others, among which the cost model finds every cell one near its fastest,
+are compiled for the target, read for what their code asks for, and ranked with it. The tables serve where "estimated"
+is named (see `replayssm_cute.tables.lookup`), behind every measured one. A page for each GPU says what they promise; it
+is made of the tables alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from replayssm_cute import atomic, compiler, tables
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
@@ -48,7 +49,7 @@ PLANS = (
 )
 STATES = ("f32", "bf16")  # of every plan, whatever it lists; others where it does
 PAGES = Path("reports") / "estimated"
-PER_CELL = 2  # configs compiled for a cell, besides the default
+NEAR = 0.01  # how near the fastest a config must be guessed to serve a cell: far below the model's own error
 _TAIL = 8  # of stand-ins
 
 Kernel = tuple[Problem, TileConfig]
@@ -106,15 +107,15 @@ def in_state(plan: TuningPlan, state: str) -> TuningPlan:
     return dataclasses.replace(plan, workloads=own)
 
 
-def shortlist(workload: Workload, gpu: str, batches: Sequence[int], per_cell: int) -> list[TileConfig]:
-    """The configs that are compiled for a workload: of each batch the default, and those guessed fastest."""
+def near_fastest(workload: Workload, gpu: str, batches: Sequence[int], near: float) -> list[dict[TileConfig, float]]:
+    """For each batch the configs that the model thinks within `near` of the fastest, with their time over its."""
     target = targets.named(gpu)
-    found: dict[TileConfig, None] = {}
+    found = []
     for batch in batches:
         times = guessed(workload, target, batch)
-        fastest = sorted(times, key=lambda config: times[config])[:per_cell]
-        found |= dict.fromkeys((default_config(workload.problem, target, batch), *fastest))
-    return list(found)
+        least = min(times.values())
+        found.append({c: time / least for c, time in times.items() if time <= least * (1 + near)})
+    return found
 
 
 def stand_in(problem: Problem, config: TileConfig) -> Kernel:
@@ -124,8 +125,28 @@ def stand_in(problem: Problem, config: TileConfig) -> Kernel:
     """
     return (
         dataclasses.replace(problem, heads=problem.heads_per_group, groups=1),
-        dataclasses.replace(config, tail_rows=min(config.tail_rows, _TAIL)),
+        dataclasses.replace(config, tail_rows=_TAIL if config.tail_rows else 0),
     )
+
+
+def covering(cells: Sequence[Mapping[TileConfig, float]], have: Iterable[TileConfig]) -> list[TileConfig]:
+    """Few configs that, with those that one has, leave each cell one of its own: greedily, the most cells first.
+
+    Args:
+        cells: for each cell the configs that will do, with their time over the fastest: what ties are broken by.
+    """
+    chosen = set(have)
+    left = [cell for cell in cells if not chosen & cell.keys()]
+    added: list[TileConfig] = []
+    while left:
+        gains: dict[TileConfig, tuple[float, ...]] = {}
+        for config in {c for cell in left for c in cell}:
+            ratios = [cell[config] for cell in left if config in cell]
+            gains[config] = (-len(ratios), sum(ratios))
+        best = min(gains, key=lambda c: (gains[c], c.label()))
+        added.append(best)
+        left = [cell for cell in left if best not in cell]
+    return added
 
 
 def make(
@@ -133,7 +154,7 @@ def make(
     folder: Path,
     pages: Path,
     *,
-    per_cell: int = PER_CELL,
+    near: float = NEAR,
     workers: int | None = None,
     console: Console | None = None,
 ) -> list[Path]:
@@ -145,7 +166,7 @@ def make(
     Args:
         folder: of the tables; they go into a folder for each GPU.
         pages: folder of the pages.
-        per_cell: configs to compile for a cell, besides the default.
+        near: a cell is served by a config that the model thinks this near the fastest, before any is compiled.
         workers: processes (default: the CPUs this process may use).
 
     Returns:
@@ -158,7 +179,7 @@ def make(
     console = console or Console()
     workers = workers or len(os.sched_getaffinity(0))
     budget = Budget(math.inf)
-    lists = _shortlists(todo, per_cell, workers, budget, console)
+    lists = shortlists(todo, near, workers, budget, console)
     kernels: dict[tuple[str, Kernel], None] = {}
     for job in todo:
         for w in job.plan.workloads:
@@ -172,7 +193,7 @@ def make(
             for c in lists[job.gpu, w]
         }
         path = job.path(folder)
-        tables.write(path, table(job, found, per_cell))
+        tables.write(path, table(job, found, near))
         written.append(path)
     _drop_stale(folder, [targets.named(gpu) for gpu in dict.fromkeys(j.gpu for j in todo)], console)
     draw(folder, pages, dict.fromkeys(j.gpu for j in todo))
@@ -192,28 +213,48 @@ def draw(folder: Path, pages: Path, gpus: Sequence[str] | Mapping[str, None]) ->
     return found
 
 
-def _shortlists(
-    todo: Sequence[Job], per_cell: int, workers: int, budget: Budget, console: Console
+def shortlists(
+    todo: Sequence[Job], near: float, workers: int, budget: Budget, console: Console
 ) -> dict[tuple[str, Workload], list[TileConfig]]:
-    """The configs to compile for each workload of each GPU."""
+    """The configs of each workload of each GPU that are compiled: its defaults, and few others that cover its cells.
+
+    They are chosen for all that is served by the same kernels at once: the GPUs of all kinds, all ranks of a model.
+    """
     like = {gpu: _like(gpu, todo) for gpu in {j.gpu for j in todo}}
     wanted = list(dict.fromkeys((like[j.gpu], w, j.plan.batches) for j in todo for w in j.plan.workloads))
-    found = {}
+    cells: dict[Problem, list[dict[TileConfig, float]]] = {}
+    have: dict[Problem, dict[TileConfig, None]] = {}
     with contextlib.ExitStack() as stack:
         steps = stack.enter_context(Steps(console, "rank", len(wanted), budget))
         if workers == 1:
-            listed = (shortlist(w, gpu, batches, per_cell) for gpu, w, batches in wanted)
+            ranked = (near_fastest(w, gpu, batches, near) for gpu, w, batches in wanted)
         else:
             pool = concurrent.futures.ProcessPoolExecutor(
                 workers, mp_context=multiprocessing.get_context("spawn"), initializer=compiler.end_with_parent
             )
             stack.enter_context(pool)
-            running = [pool.submit(shortlist, w, gpu, batches, per_cell) for gpu, w, batches in wanted]
-            listed = (future.result() for future in running)
-        for (gpu, w, _), configs in zip(wanted, listed, strict=True):
-            found[gpu, w] = configs
+            running = [pool.submit(near_fastest, w, gpu, batches, near) for gpu, w, batches in wanted]
+            ranked = (future.result() for future in running)
+        for (gpu, w, batches), found in zip(wanted, ranked, strict=True):
+            kind, _ = stand_in(w.problem, TileConfig())
+            cells.setdefault(kind, []).extend({stand_in(w.problem, c)[1]: r for c, r in cell.items()} for cell in found)
+            for default in _defaults(w, gpu, batches):
+                have.setdefault(kind, {})[stand_in(w.problem, default)[1]] = None
             steps.step(w.problem.label())
-    return {(j.gpu, w): found[like[j.gpu], w] for j in todo for w in j.plan.workloads}
+    others = {kind: covering(found, have[kind]) for kind, found in cells.items()}
+    lists = {}
+    for job in todo:
+        for w in job.plan.workloads:
+            kind, _ = stand_in(w.problem, TileConfig())
+            tail = usual_tail(w.problem, job.target)
+            own = [dataclasses.replace(c, tail_rows=tail if c.tail_rows else 0) for c in (*have[kind], *others[kind])]
+            valid = [c for c in own if c.is_valid(w.problem, job.target)]
+            lists[job.gpu, w] = list(dict.fromkeys((*_defaults(w, job.gpu, job.plan.batches), *valid)))
+    return lists
+
+
+def _defaults(workload: Workload, gpu: str, batches: Sequence[int]) -> list[TileConfig]:
+    return space.defaults(workload.problem, targets.named(gpu), list(batches))
 
 
 def _like(gpu: str, todo: Sequence[Job]) -> str:
@@ -239,7 +280,7 @@ def _compiled(
     return found
 
 
-def table(job: Job, compiled: Mapping[Kernel, Mapping[str, Any]], per_cell: int = PER_CELL) -> tables.Table:
+def table(job: Job, compiled: Mapping[Kernel, Mapping[str, Any]], near: float = NEAR) -> tables.Table:
     """The table of a job's winners, without runners-up: what the model thinks of these is worth no bytes.
 
     Raises:
@@ -255,7 +296,7 @@ def table(job: Job, compiled: Mapping[Kernel, Mapping[str, Any]], per_cell: int 
     method = {
         "plan": plan.name,
         "title": plan.title,
-        "per_cell": per_cell,
+        "near": near,
         "resources": "of the kernel with one group, and 8 tail rows where it has any",
     }
     # the acceptance lengths are the same at every tensor-parallel size: those of the largest say it once
