@@ -10,17 +10,19 @@ PLAN ?= tuning/plans/nemotron3-super.toml
 TUNE_ARGS ?= --tp 1 --budget 225s
 PYTEST_ARGS ?=
 SANITIZE_ARGS ?=
+ESTIMATE_ARGS ?=
 
 comma := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv tune test test-gpu sanitize lint format clean
+.PHONY: help venv tune estimates test test-gpu sanitize lint format clean
 
 help:
 	@echo 'make venv      create $(VENV) and install the project with constraints.txt and the extras [$(EXTRAS)]'
 	@echo 'make tune      sweep PLAN=$(PLAN) with TUNE_ARGS=$(TUNE_ARGS), then draw the report'
+	@echo 'make estimates make the estimated tables that the package brings anew, for the kernels in the tree; no GPU needed'
 	@echo 'make test      run the tests'
 	@echo 'make test-gpu  run only the tests that need a GPU'
 	@echo 'make sanitize  run every kind of kernel under compute-sanitizer; needs a GPU and the tool'
@@ -43,6 +45,9 @@ $(STAMP): pyproject.toml constraints.txt
 tune: venv
 	$(BIN)/python -m replayssm_tuning sweep --plan $(PLAN) $(TUNE_ARGS)
 	$(BIN)/python -m replayssm_tuning report
+
+estimates: venv
+	$(BIN)/python -m replayssm_tuning estimate-all $(ESTIMATE_ARGS)
 
 # Two at a time, then those that hold processes to real seconds: alone.
 test: venv

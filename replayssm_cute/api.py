@@ -317,7 +317,7 @@ def explain(
         problem, batch: a problem and the number of rows.
         target: the GPU to explain for, as a Target or a name ("b300", "sm_100a"); default the operands' device, or
             the current one.
-        table_paths: user tables to take in place of REPLAYSSM_TABLES.
+        table_paths: user tables to take in place of REPLAYSSM_TABLES, see `use_tables`.
 
     Raises:
         TypeError, ValueError: for arguments that the call itself would refuse, or too few of these.
@@ -364,6 +364,9 @@ def explain(
 
 
 def use_tables(paths: Sequence[Path | str] | None) -> None:
-    """Take the tables at `paths` before the shipped ones, in place of REPLAYSSM_TABLES; None goes back to that."""
+    """Take the tables at `paths` before the shipped ones, in place of REPLAYSSM_TABLES; None goes back to that.
+
+    "estimated" in place of a path stands for the estimated tables that the package brings for the GPU at hand.
+    """
     tables.use(paths)
     plan.forget()

@@ -402,6 +402,12 @@ def test_nearest_is_by_batch_times_heads_then_tokens_then_window_then_the_rest()
     assert [both.choose(WIDE, batch).config for batch in (20, 31, 32, 40)] == [TWO, TWO, FOUR, FOUR]
 
 
+def test_a_state_that_is_rounded_to_nearest_answers_for_one_that_is_rounded_by_chance() -> None:
+    nearest = dataclasses.replace(WIDE, state_dtype="f16")
+    choice = lookup(table({nearest: [cell(32, FOUR)]})).choose(dataclasses.replace(nearest, philox_rounds=5), 32)
+    assert (choice.source, choice.config, choice.problem) == ("nearest", FOUR, nearest)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -16,7 +16,7 @@ from tuning_fakes import PLAN, Compiler
 
 from replayssm_cute import compiler, tables
 
-COMMANDS = ("sweep", "peers", "report", "diff", "fit", "list", "explain-plan")
+COMMANDS = ("sweep", "peers", "report", "diff", "fit", "estimate-all", "list", "explain-plan")
 
 
 @pytest.fixture

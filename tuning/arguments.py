@@ -9,6 +9,7 @@ from pathlib import Path
 
 from replayssm_cute import dtypes
 
+from . import estimates as estimates_of
 from . import plan as plans
 
 DEFAULT_OUT = Path("reports") / "tune"
@@ -43,6 +44,10 @@ _EXAMPLES = {
         ("diff a.results.json b.results.json --margin 5% --json", "JSON for a script"),
     ),
     "fit": (("fit reports/tune/*/journal*.jsonl", "the cost model's constants, from these timings"),),
+    "estimate-all": (
+        ("estimate-all", "the tables that the package brings, and their pages; without a GPU"),
+        ("estimate-all --plans bamba-9b --gpus b200 --out my/tables --pages my", "those of other plans, elsewhere"),
+    ),
     "list": (("list --json", "plans, their models and sizes"),),
     "explain-plan": (("explain-plan --plan nemotron3-super --tp 8", "flush share and live rows of its load"),),
 }
@@ -56,6 +61,23 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected positive ints such as 1,4,16")
     return tuple(sorted(set(found)))
+
+
+def _count(text: str) -> int:
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive int")
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(t.strip() for t in text.split(",") if t.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError("expected names such as nemotron3-super,bamba-9b")
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -201,6 +223,36 @@ def parser() -> argparse.ArgumentParser:
 
     refit = command("fit", "fit the cost model's constants to the timings in journals of sweeps")
     refit.add_argument("journals", nargs="+", type=Path, help="journal*.jsonl files (.gz too), all of a sweep together")
+    every = command(
+        "estimate-all",
+        "make the estimated tables that the package brings, and their pages",
+        "Make an estimated table for each GPU, plan and state dtype, and a page for each GPU, by the cost model and "
+        "compilation for the GPU, on a machine that has none. They serve where REPLAYSSM_TABLES names 'estimated'. "
+        "Tables of other kernels that lie there are removed. A rerun finds in the disk cache what was compiled.",
+    )
+    every.add_argument("--plans", type=_words, metavar="A,B", help=f"plans (default: {', '.join(estimates_of.PLANS)})")
+    every.add_argument(
+        "--gpus", type=_names, metavar="A,B", help=f"GPUs of the catalogue (default: {', '.join(estimates_of.GPUS)})"
+    )
+    every.add_argument(
+        "--states",
+        type=_states,
+        default=estimates_of.STATES,
+        metavar="A,B",
+        help=f"state dtypes, besides those that a plan lists (default: {', '.join(estimates_of.STATES)})",
+    )
+    every.add_argument(
+        "--near",
+        type=_share,
+        default=estimates_of.NEAR,
+        help="compile few configs such that each cell has one that the model thinks this near its fastest, such as 1%% "
+        f"or 0.01 (default {estimates_of.NEAR:.0%}%)",
+    )
+    every.add_argument("--workers", type=_count, help="processes (default: the CPUs)")
+    every.add_argument("--out", type=Path, help="folder of the tables (default: the package's)")
+    every.add_argument(
+        "--pages", type=Path, default=estimates_of.PAGES, help=f"folder of the pages (default {estimates_of.PAGES})"
+    )
     command("list", "the shipped plans")
     explain = command("explain-plan", "what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)

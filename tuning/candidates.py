@@ -31,13 +31,7 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int], *, within
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
     for batch in batches:
-        times = {}
-        for config in space.configs(workload.problem, target):
-            try:
-                guess = cost.guess(workload.problem, config)
-                times[config] = cost.estimate(workload.problem, config, target, batch, workload.mix, guess).time_us
-            except ValueError:
-                times[config] = float("inf")  # fits nowhere with guessed registers: last, not lost
+        times = guessed(workload, target, batch)
         fastest = min(times.values(), default=1.0)
         for config, time_us in times.items():
             best[config] = min(best.get(config, float("inf")), time_us / fastest)
@@ -57,6 +51,19 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int], *, within
         (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
     )
     return [*first, *rest]
+
+
+def guessed(workload: Workload, target: Target, batch: int) -> dict[TileConfig, float]:
+    """The modelled microseconds of every config, with the resources that kernels usually ask for."""
+    times = {}
+    for config in space.configs(workload.problem, target):
+        guess = cost.guess(workload.problem, config)
+        try:
+            load = cost.load(workload.problem, config, target, batch, workload.mix, guess)
+            times[config] = cost.time_us(load, cost.fitted())
+        except ValueError:
+            times[config] = float("inf")  # fits nowhere with guessed registers: last, not lost
+    return times
 
 
 class _OutOfTime(Exception):
@@ -112,7 +119,7 @@ def _compile(
         steps.step("from the journal", len(results))
 
         def finished(done: compiler.Done, count: int, total: int) -> None:
-            result = {"failed": done.error} if done.error else _resources(done)
+            result = resources_of(done)
             if results.get(done.item) != result:
                 results[done.item] = result
                 if done.error is None or done.lasting:  # what the machine is to blame for is tried again by a rerun
@@ -133,7 +140,10 @@ def _compile(
     return results
 
 
-def _resources(done: compiler.Done) -> dict[str, Any]:
+def resources_of(done: compiler.Done) -> dict[str, Any]:
+    """What a compiled kernel asks for, as JSON; {"failed": reason} if it did not compile."""
+    if done.error:
+        return {"failed": done.error}
     found = done.resources.to_json() if done.resources is not None else {}
     found.pop("kernel", None)  # the symbol is long and says nothing here
     return found

@@ -1,4 +1,4 @@
-"""The command line: sweep a plan, time peers beside, draw reports, compare tables, fit the cost model, explain plans.
+"""The command line: sweep a plan, estimate many, time peers beside, draw reports, compare tables, fit the cost model.
 
 `sweep` may be started by torchrun: its processes then share out the work (see `ranks`), and end with one exit code.
 What a command found goes to stdout; progress, warnings and errors to stderr. Exit codes: see `arguments`.
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(console, args)
         if args.command == "diff":
             return _diff(args)
+        if args.command == "estimate-all":
+            return _estimate_all(console, args)
         if args.command == "fit":
             return _fit(console, args)
         if args.command == "peers":
@@ -81,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted: {e}; the same command goes on from there", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        if args.command == "peers":
+        if args.command == "estimate-all":
+            print("interrupted; what was compiled is kept, and the same command takes it from there", file=sys.stderr)
+        elif args.command == "peers":
             print("interrupted; cells that were done are in the results", file=sys.stderr)
         else:
             print("interrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -275,6 +279,22 @@ def _diff(args: argparse.Namespace) -> int:
         found.show(Console(width=None if sys.stdout.isatty() else _PRINT_WIDTH))
     _said(args, found.to_json)
     return 1 if found.counts()[SLOWER] else 0
+
+
+def _estimate_all(console: Console, args: argparse.Namespace) -> int:
+    from replayssm_cute import tables
+
+    from . import estimates
+    from .errors import SweepError
+
+    jobs = estimates.jobs(args.plans or estimates.PLANS, args.gpus or estimates.GPUS, args.states)
+    folder = args.out or tables.estimated_folder()
+    try:
+        made = estimates.make(jobs, folder, args.pages, near=args.near, workers=args.workers, console=console)
+    except SweepError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return _said(args, lambda: {"tables": [str(p) for p in made], "pages": str(args.pages)})
 
 
 def _fit(console: Console, args: argparse.Namespace) -> int:

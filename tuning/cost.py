@@ -125,10 +125,10 @@ class Guess:
 def usual_registers(problem: Problem, config: TileConfig) -> int:
     """Registers that compiled kernels take where nothing caps them.
 
-    Read from 150 kernels for sm_90a; those for sm_100a and sm_103a take up to 4 more or less. Heads one at a time: 80 to
-    128, with two tiles a warp 117 to 125, with four 136 to 162. Heads in turn: 158 to 167 where the state is f32 or f16
-    and a flush is unrolled, 132 to 146 where it is bf16, 111 to 144 where a flush is a loop; with four tiles a warp 200
-    and more.
+    Read from 150 kernels for sm_90a; those for sm_100a and sm_103a take up to 4 more or less. Heads one at a time: 80
+    to 128, with two tiles a warp 117 to 125, with four 136 to 162. Heads in turn: 158 to 167 where the state is f32 or
+    f16 and a flush is unrolled, 132 to 146 where it is bf16, 111 to 144 where a flush is a loop; with four tiles a warp
+    200 and more.
     """
     tiles = config.tiles_per_warp
     if config.turns == 1:

@@ -20,7 +20,7 @@ from .progress import Budget
 
 def manifest(
     plan: TuningPlan,
-    budget: Budget,
+    budget: Budget | None,
     target: Target,
     *,
     provenance: str,
@@ -28,7 +28,8 @@ def manifest(
     policy: dict[str, Any],
     versions: dict[str, str],
 ) -> tables.Manifest:
-    """The manifest of a table made now."""
+    """The manifest of a table made now; `budget` is what it took its time from, None if it had all it needed."""
+    spent = {} if budget is None else {"budget_s": budget.seconds, "spent_s": round(budget.spent, 1)}
     return tables.Manifest(
         gpu_name=target.name,
         arch=target.arch,
@@ -38,7 +39,7 @@ def manifest(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         driver=driver,
         versions={**_versions(), **versions},
-        policy={**policy, "commit": commit(), "budget_s": budget.seconds, "spent_s": round(budget.spent, 1)},
+        policy={**policy, "commit": commit(), **spent},
         acceptance={
             w.label: {
                 "problem": w.problem.label(),

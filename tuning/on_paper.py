@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.problem import Problem
 from replayssm_cute.resources import Resources
 from replayssm_cute.target import Target
 
@@ -14,11 +16,16 @@ from .candidates import compile_all, ranked
 from .context import Context
 from .errors import SweepError
 from .manifest import manifest
-from .plan import Workload
+from .plan import TuningPlan, Workload
 from .results import Candidate, CellResult, Results
 
 MARGIN = 0.05  # the model's own error: a smaller lead says nothing
 _TIME_FOR_REST_S = 6.0
+NOTE = (
+    "no GPU was timed: times come from the cost model, whose constants were fitted on one H200; "
+    "they order candidates and promise nothing"
+)
+Compiled = Mapping[tuple[Problem, TileConfig], Mapping[str, Any]]
 
 
 def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
@@ -41,41 +48,44 @@ def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
     if all("failed" in c for c in compiled.values()):
         reasons = "; ".join(dict.fromkeys(str(c["failed"]) for c in compiled.values())) or "the budget is too short"
         raise SweepError(f"no kernel compiled: {reasons[:600]}")
-    return [_results(ctx, t, {c[:2]: r for c, r in compiled.items() if c[2] == t}) for t in targets]
+    return [_results(ctx, t, {(p, c): r for (p, c, of), r in compiled.items() if of == t}) for t in targets]
 
 
-def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[str, Any]]) -> Results:
-    cells = []
-    for workload in ctx.plan.workloads:
-        configs = ranked(workload, target, ctx.plan.batches)
-        for batch in ctx.plan.batches:
-            candidates = tuple(
-                _candidate(workload, c, target, batch, compiled[workload.problem, c])
-                for c in configs
-                if (workload.problem, c) in compiled
-            )
-            mix = workload.mix
-            moved = cost.of_mix(workload.problem, batch, mix)
-            cells.append(
-                CellResult(
-                    label=workload.label,
-                    problem=workload.problem,
-                    batch=batch,
-                    bytes=moved.total,
-                    flush=mix.flush,
-                    default=default_config(workload.problem, target, batch),
-                    candidates=candidates,
-                    space=len(configs),
-                )
-            )
-    reached = len(compiled)
-    total = sum(len(ranked(w, target, ctx.plan.batches)) for w in ctx.plan.workloads)
+def cells(plan: TuningPlan, target: Target, compiled: Compiled, space: Mapping[Problem, int]) -> tuple[CellResult, ...]:
+    """Every cell of a plan, with each of its problem's compiled configs as a candidate.
+
+    Args:
+        compiled: resources as JSON, or {"failed": reason}, by problem and config.
+        space: configs that each problem has on the target.
+    """
+    configs: dict[Problem, list[TileConfig]] = {}
+    for problem, config in compiled:
+        configs.setdefault(problem, []).append(config)
+    return tuple(
+        CellResult(
+            label=w.label,
+            problem=w.problem,
+            batch=batch,
+            bytes=cost.of_mix(w.problem, batch, w.mix).total,
+            flush=w.mix.flush,
+            default=default_config(w.problem, target, batch),
+            candidates=tuple(
+                _candidate(w, c, target, batch, compiled[w.problem, c]) for c in configs.get(w.problem, ())
+            ),
+            space=space[w.problem],
+        )
+        for w in plan.workloads
+        for batch in plan.batches
+    )
+
+
+def _results(ctx: Context, target: Target, compiled: Compiled) -> Results:
+    space = {w.problem: ranked(w, target, ctx.plan.batches) for w in ctx.plan.workloads}
+    ordered = {(p, c): compiled[p, c] for p, configs in space.items() for c in configs if (p, c) in compiled}
+    reached, total = len(ordered), sum(map(len, space.values()))
     failed = [r["failed"] for r in compiled.values() if "failed" in r]
     spilled = sum(r.get("stack_bytes", 0) > 0 for r in compiled.values())
-    notes = [
-        "no GPU was timed: times come from the cost model, whose constants were fitted on one H200; "
-        "they order candidates and promise nothing"
-    ]
+    notes = [NOTE]
     if reached < total:
         notes.append(f"the budget of {ctx.budget.seconds:.0f} s reached {reached} of {total} candidates")
     if failed:
@@ -87,29 +97,28 @@ def _results(ctx: Context, target: Target, compiled: dict[tuple[Any, ...], dict[
         title=ctx.plan.title,
         source=ctx.plan.source,
         manifest=manifest(
-            ctx.plan,
-            ctx.budget,
-            target,
-            provenance="estimated",
-            driver="",
-            policy={
-                "method": "cost model",
-                "cost_model": cost.version(),
-                "margin": MARGIN,
-                "read_gbs": target.read_gbs,
-            },
-            versions={},
+            ctx.plan, ctx.budget, target, provenance="estimated", driver="", policy=policy(target), versions={}
         ),
         read_gbs=target.read_gbs,
         read_gbs_method=f"{target.read_gbs_source} streaming limit of the target catalogue",
         margin=MARGIN,
         notes=tuple(notes),
-        cells=tuple(cells),
+        cells=cells(ctx.plan, target, ordered, {p: len(configs) for p, configs in space.items()}),
     )
 
 
+def policy(target: Target) -> dict[str, Any]:
+    """What a manifest says of the method."""
+    return {
+        "method": "cost model",
+        "cost_model": cost.version(),
+        "margin": MARGIN,
+        "read_gbs": target.read_gbs,
+    }
+
+
 def _candidate(
-    workload: Workload, config: TileConfig, target: Target, batch: int, compiled: dict[str, Any]
+    workload: Workload, config: TileConfig, target: Target, batch: int, compiled: Mapping[str, Any]
 ) -> Candidate:
     if "failed" in compiled:
         return Candidate(config, None, stage="failed", reason=compiled["failed"])

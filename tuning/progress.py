@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -14,7 +15,7 @@ _LINE_EVERY_S = 15.0
 
 
 class Budget:
-    """Seconds that may be spent, counted from the start."""
+    """Seconds that may be spent, counted from the start; `math.inf` if they are only counted."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -48,7 +49,9 @@ class _BudgetLeft(ProgressColumn):
         self._budget = budget
 
     def render(self, task: Task) -> Text:
-        """Seconds, or minutes and seconds."""
+        """Seconds, or minutes and seconds; nothing where time has no limit."""
+        if math.isinf(self._budget.left):
+            return Text("")
         minutes, seconds = divmod(round(self._budget.left), 60)
         return Text(f"budget left {minutes}:{seconds:02d}", style="progress.remaining")
 
@@ -104,6 +107,10 @@ class Steps:
         elif time.monotonic() - self._said > _LINE_EVERY_S:
             self._said = time.monotonic()
             self._console.print(
-                f"{self._title}: {self._done} of {self._total}, budget left {self._budget.left:.0f} s  {what}",
+                f"{self._title}: {self._done} of {self._total}, {self._left()}  {what}",
                 soft_wrap=True,
             )
+
+    def _left(self) -> str:
+        left = self._budget.left
+        return f"{self._budget.spent:.0f} s since the start" if math.isinf(left) else f"budget left {left:.0f} s"

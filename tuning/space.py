@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from replayssm_cute.config import P_TILE, TileConfig, default_config, usual_tail
@@ -19,7 +20,8 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def configs(problem: Problem, target: Target) -> list[TileConfig]:
+@functools.lru_cache(maxsize=64)
+def configs(problem: Problem, target: Target) -> tuple[TileConfig, ...]:
     """Every valid config of the grid, smallest first; `TileConfig.is_valid` decides.
 
     The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, registers free or capped
@@ -36,7 +38,7 @@ def configs(problem: Problem, target: Target) -> list[TileConfig]:
     found = [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
     tail = usual_tail(problem, target)
     tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.turns > 1]
-    return [c for c in (*found, *tailed) if c.is_valid(problem, target)]
+    return tuple(c for c in (*found, *tailed) if c.is_valid(problem, target))
 
 
 def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfig]:

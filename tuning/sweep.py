@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from .ranks import Ranks
 from .results import Results
 from .stability import STABILITY_SUFFIX, Stability
 
-__all__ = ["RESULTS_SUFFIX", "STABILITY_SUFFIX", "TABLE_SUFFIX", "Context", "SweepError", "run", "slug", "write"]
+__all__ = ["RESULTS_SUFFIX", "STABILITY_SUFFIX", "TABLE_SUFFIX", "Context", "SweepError", "run", "write"]
 
 RESULTS_SUFFIX = ".results.json"
 TABLE_SUFFIX = ".table.json"
@@ -262,9 +261,4 @@ def _previous(results: Results, out: Path) -> tuple[Results | None, tables.Table
 def stem(results: Results) -> str:
     """What the names of one GPU's files begin with."""
     m = results.manifest
-    return f"{slug(m.gpu_name)}-{m.arch}-{m.provenance}"
-
-
-def slug(name: str) -> str:
-    """A file-name-safe form of a GPU's name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{tables.slug(m.gpu_name)}-{m.arch}-{m.provenance}"

@@ -1,14 +1,15 @@
 """Tuned tables: which tile config serves a problem at a batch size on one GPU.
 
 `schema` says what a table is, `files` reads, merges and writes them, `lookup` answers the run-time question.
-The shipped tables lie beside these modules as JSON files.
+The shipped tables lie beside these modules as JSON files, those that were only estimated in a folder of their own.
 """
 
-from .files import load, read, shipped, update, user_paths, write
+from .files import ESTIMATED, estimated, estimated_folder, load, read, shipped, slug, update, user_paths, write
 from .lookup import Choice, Tables, candidates, choose, forget, use
 from .schema import SCHEMA, Cell, Manifest, Table, TableError, merge
 
 __all__ = [
+    "ESTIMATED",
     "SCHEMA",
     "Cell",
     "Choice",
@@ -18,11 +19,14 @@ __all__ = [
     "Tables",
     "candidates",
     "choose",
+    "estimated",
+    "estimated_folder",
     "forget",
     "load",
     "merge",
     "read",
     "shipped",
+    "slug",
     "update",
     "use",
     "user_paths",

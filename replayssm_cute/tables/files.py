@@ -1,10 +1,11 @@
-"""Reading, merging and writing table files."""
+"""Reading, merging and writing table files, and where they lie."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 import filelock
@@ -16,6 +17,7 @@ log = logging.getLogger("replayssm_cute")
 
 MAX_BYTES = 32 << 20  # a table is some hundred KB; a larger file is none
 _LOCK_SECONDS = 60.0
+ESTIMATED = "estimated"  # named in place of a file: the estimated tables that the package brings for the GPU at hand
 
 
 def read(path: Path | str) -> Table:
@@ -50,7 +52,18 @@ def load(path: Path | str) -> Table | None:
 
 def write(path: Path | str, table: Table) -> None:
     """Write a table file at once: readers see the old content or the new one, never a part."""
-    atomic.write_text(Path(path), json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n")
+    atomic.write_text(Path(path), _text(table))
+
+
+def _text(table: Table) -> str:
+    """A table's JSON, a bucket a line: a readable layout would be twice as long."""
+    data = table.to_json()
+    entries = []
+    for entry in data.pop("entries"):
+        buckets = ",\n  ".join(json.dumps(bucket, allow_nan=False) for bucket in entry["buckets"])
+        entries.append(f'{{"problem": {json.dumps(entry["problem"])}, "buckets": [\n  {buckets}]}}')
+    head = json.dumps(data, indent=1, allow_nan=False).removesuffix("\n}")
+    return f'{head},\n "entries": [\n' + ",\n".join(entries) + "\n]}\n"
 
 
 def update(path: Path | str, table: Table) -> Table:
@@ -74,11 +87,26 @@ def update(path: Path | str, table: Table) -> Table:
 
 
 def shipped() -> list[Path]:
-    """The table files that the package brings."""
+    """The measured table files that the package brings."""
     return sorted(Path(__file__).parent.glob("*.json"))
 
 
+def estimated(gpu_name: str) -> list[Path]:
+    """The estimated table files that the package brings for a GPU; they serve where `ESTIMATED` is named."""
+    return sorted((estimated_folder() / slug(gpu_name)).glob("*.json"))
+
+
+def estimated_folder() -> Path:
+    """Where they lie, in a folder for each GPU."""
+    return Path(__file__).parent / ESTIMATED
+
+
+def slug(name: str) -> str:
+    """A file-name-safe form of a GPU's name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def user_paths() -> list[Path]:
-    """The table files that REPLAYSSM_TABLES names (separated as in PATH), the first one first."""
+    """What REPLAYSSM_TABLES names (separated as in PATH), the first one first: table files, and `ESTIMATED`."""
     # Not Path.expanduser, which raises for a user without a home: such a path is left as it is, and read in vain.
     return [Path(os.path.expanduser(p)) for p in os.environ.get("REPLAYSSM_TABLES", "").split(os.pathsep) if p]

@@ -91,18 +91,26 @@ class Tables:
     def of(cls, target: Target, paths: Sequence[Path | str] | None = None) -> Tables:
         """Read the tables that may serve `target`: `paths` (or else REPLAYSSM_TABLES), then the shipped ones.
 
-        Every file that is not used costs one log line, never an exception; a shipped table of another GPU is no
-        surprise and is logged at debug level. Within the user's and within the shipped ones, measured tables
-        come before estimated ones.
+        Of the shipped ones those that were measured serve always, the estimated ones only where "estimated" is among
+        `paths`. Every file that is not used costs one log line, never an exception; a shipped table of another GPU is
+        no surprise and is logged at debug level. Measured tables come before estimated ones, within the user's and
+        within the shipped ones.
 
         Raises:
             TypeError: if `paths` is one path instead of a list.
         """
         if isinstance(paths, (str, Path)):
             raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
-        user = list(files.user_paths() if paths is None else paths)
+        named = list(files.user_paths() if paths is None else paths)
+        user = [path for path in named if str(path) != files.ESTIMATED]
+        shipped = files.shipped()
+        if len(user) < len(named):
+            estimates = files.estimated(target.name)
+            if not estimates:
+                log.warning("tables: no estimated ones are shipped for %s", target.name)
+            shipped = [*shipped, *estimates]
         found: list[tuple[tuple[bool, bool], str, Table]] = []
-        for path, is_shipped in [(p, False) for p in user] + [(p, True) for p in files.shipped()]:
+        for path, is_shipped in [(p, False) for p in user] + [(p, True) for p in shipped]:
             try:
                 table = files.read(path)
             except TableError as error:
@@ -113,7 +121,7 @@ class Tables:
                 level = logging.DEBUG if is_shipped and foreign else logging.WARNING
                 log.log(level, "table %s is not used: %s", path, reason)
                 continue
-            name = str(path) if not is_shipped else f"shipped {Path(path).name}"
+            name = str(path) if not is_shipped else f"shipped {_name(Path(path))}"
             found.append(((is_shipped, table.manifest.provenance == "estimated"), name, table))
         found.sort(key=lambda item: item[0])  # stable: keeps the user's order
         return cls(target, tuple((name, table) for _, name, table in found))
@@ -198,6 +206,12 @@ class Tables:
         return tuple(dict.fromkeys(self.choose(problem, b).config for b in sorted(edges) if b >= 1))
 
 
+def _name(path: Path) -> str:
+    """A shipped table's file, and where it is estimated its folders."""
+    folder = files.estimated_folder()
+    return path.relative_to(folder.parent).as_posix() if path.is_relative_to(folder) else path.name
+
+
 def _comparable(a: Problem, b: Problem) -> bool:
     return all(getattr(a, f) == getattr(b, f) for f in _SAME)
 
@@ -272,6 +286,8 @@ def forget() -> None:
 
 def use(paths: Sequence[Path | str] | None) -> None:
     """Take `paths` for this process's user tables, in place of REPLAYSSM_TABLES; None goes back to that.
+
+    As there, "estimated" stands for the estimated tables that the package brings for the GPU at hand.
 
     Raises:
         TypeError: if `paths` is one path instead of a list.

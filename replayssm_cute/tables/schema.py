@@ -16,6 +16,7 @@ from ..target import Target
 SCHEMA = 1
 _INT32 = 1 << 31
 PROVENANCES = ("measured", "estimated")
+_PLAIN = TileConfig().to_json()  # fields of a config that are not written: tables are of one version of `config`
 
 
 class TableError(ValueError):
@@ -161,11 +162,16 @@ class Cell:
         return self.runner_up_us / self.time_us - 1
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict; `from_json` gives the same Cell back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data["config"] = self.config.to_json()
-        data["runner_up"] = None if self.runner_up is None else self.runner_up.to_json()
-        data["peers"] = dict(self.peers)
+        """A plain dict, less what says nothing (None, no peers, a config's defaults); `from_json` reads it back."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data = {k: v for k, v in fields.items() if v is not None}
+        for name in ("config", "runner_up"):
+            if name in data:
+                data[name] = {k: v for k, v in data[name].to_json().items() if v != _PLAIN[k]}
+        if self.peers:
+            data["peers"] = dict(self.peers)
+        else:
+            del data["peers"]
         return data
 
     @classmethod
@@ -175,8 +181,15 @@ class Cell:
         Raises:
             TableError: for missing, unknown or mistyped fields.
         """
+        absent: dict[str, Any] = {
+            "runner_up": None,
+            "runner_up_us": None,
+            "margin": None,
+            "default_us": None,
+            "peers": {},
+        }
         names = [f.name for f in dataclasses.fields(cls)]
-        cell = _object("bucket", data, names, names)
+        cell = absent | _object("bucket", data, names, [n for n in names if n not in absent])
         batch = cell["batch"]
         _counts("bucket", {"batch": batch})
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
