@@ -77,6 +77,9 @@ def test_times_of_other_kernels_are_stale(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_shipped_choices_are_those_that_were_measured() -> None:
     shipped = overlap.FOLDER / "nvidia-h200-nemotron3-super-f32.json"
+    if json.loads(MEASURED.read_text()).get("historical"):
+        assert not shipped.exists(), "made from the times of kernels that are no more"
+        pytest.skip("no choices are shipped: the step kernel has not been timed in a layer yet")
     assert json.loads(shipped.read_text()) == layer_report.overlap_table(json.loads(MEASURED.read_text()))
     where, found = target.named("h200"), {}
     overlap.forget()
