@@ -17,6 +17,7 @@ MIN_REGISTERS = 64  # below, step kernels spill
 MAX_THREADS = 512  # a CTA; the kernels need more than 64 registers a thread
 RINGS = ("live", "whole")
 SHORT_WINDOW = 24  # up to which a flush holds its terms of all live rows in registers
+SKIPPED = 16  # ring positions of a long window that are left out together where none of them is live
 WHOLE_LIMIT = 16  # window and tokens up to which ring = "whole" is served
 SHARED_RESERVED = 1024  # bytes a resident block costs beside its own shared memory
 
@@ -113,6 +114,10 @@ class TileConfig:
             return _up(problem.ring_rows, 8)
         return _up(problem.window, 8 if problem.window <= SHORT_WINDOW and not problem.rewrites else 16)
 
+    def skips(self, problem: Problem) -> bool:
+        """Whether ring positions from the 17th on are worked on only where they are live, 16 at a time."""
+        return self.ring == "live" and self.ring_positions(problem) >= 2 * SKIPPED
+
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory a CTA asks for; `shared_layout` in the kernel allocates the same."""
         return shared_layout(problem, self).total
@@ -170,6 +175,7 @@ class SharedLayout:
         inputs: offset of the heads' inputs, one head after the other, `input_bytes` for each of a head's warps.
         input_tile_bytes: of these, what belongs to one tile of 16 rows of P: x of the ring, x of the new tokens, z.
         c: offset of the new tokens' C, rows of `c_stride` bytes.
+        b: offset of B of the ring positions, which flushes read; rows of `b_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
         tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
             tile_warps * slices warps work on it.
@@ -186,6 +192,8 @@ class SharedLayout:
     input_tile_bytes: int
     c: int
     c_stride: int
+    b: int
+    b_stride: int
     products: int
     product_stride: int
     product_floats: int
@@ -219,8 +227,11 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     input_tile_bytes = input_rows * 2 * P_TILE
     input_bytes = config.tiles_per_warp * input_tile_bytes
     c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
+    b_stride = 2 * problem.d_state + 16  # so are four rows, two apart, at two neighbouring pieces
     tiles = _up(positions, 16) // 16
-    tile_warps = min(warps, tiles)
+    # Warps are dealt the tiles that are always there; those of older rows come in later rounds.
+    first_tiles = 1 + _up(tokens_pad, 16) // 16 if config.skips(problem) else tiles
+    tile_warps = min(warps, first_tiles)
     units = problem.d_state // 32
     # Slices of four units keep a warp's operands within 32 registers, and leave warps to make the decay vectors of few
     # heads meanwhile. With a head for every warp no warp is left, and half the slice halves the wait.
@@ -236,6 +247,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     sizes = {
         "inputs": config.turns * warps * input_bytes,
         "c": problem.tokens * c_stride,
+        "b": config.ring_positions(problem) * b_stride,
         "products": slices * product_floats * 4,
         "weights": config.heads_per_cta * weight_floats * 4 if config.turns > 1 else 0,  # else made in registers
         "vectors": config.heads_per_cta * vector_floats * 4,
@@ -251,6 +263,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
         input_bytes=input_bytes,
         input_tile_bytes=input_tile_bytes,
         c_stride=c_stride,
+        b_stride=b_stride,
         product_stride=product_stride,
         product_floats=product_floats,
         tiles=tiles,

@@ -17,7 +17,14 @@ from replayssm_cute import compare, ring
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
-TWO_WAYS = {"readout_c.piece", "products.partial_sums", "products.dot", "byte_state.piece", "byte_state.stage"}
+TWO_WAYS = {
+    "readout_c.piece",
+    "products.partial_sums",
+    "products.dot",
+    "byte_state.piece",
+    "byte_state.stage",
+    "ring_b.put",
+}
 
 
 @pytest.mark.parametrize("name", CASES)

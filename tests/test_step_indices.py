@@ -20,12 +20,13 @@ from simulator.source import KERNELS, Source
 
 from replayssm_cute import compare, ring
 from replayssm_cute.calls import Call
-from replayssm_cute.config import TileConfig
+from replayssm_cute.config import SKIPPED, TileConfig
 from replayssm_cute.problem import Problem
 
 StepKernel = KERNELS.module("step").StepKernel
-# Functions that go through the banks twice, once per CTA; everything else does so once.
-TWO_WAYS = {"readout_c.piece", "tokens.append_x", "products.partial_sums", "products.dot"}
+# Functions that go through the banks twice, once per CTA, and B of long flushes of 2-byte states, by half pieces;
+# everything else does so once.
+TWO_WAYS = {"readout_c.piece", "tokens.append_x", "products.partial_sums", "products.dot", "ring_b.put", "ring_b.get"}
 
 
 class Rows:
@@ -112,8 +113,13 @@ def check_shared(run: Run, cta: Cta, rows: Rows) -> None:
 
     tile_words = at.input_tile_bytes // 4
     inputs = region("inputs", config.heads_per_cta, spec.head_warps, spec.tiles, tile_words // 8, 8)
+    # of long windows, positions from the 17th on are worked on where a row of the same 16 is live
+    live_count = len(rows.live[row])
+    idle = np.arange(spec.ring_positions) >= max(SKIPPED, -(-live_count // SKIPPED) * SKIPPED)
+    idle &= spec.skips
     once = np.zeros(tile_words // 8, int)
     once[: spec.ring_positions + p.tokens * (2 if p.has_z else 1)] = 1
+    once[: spec.ring_positions][idle] = 0
     if spec.whole:  # zeros over what the cursors do not count
         live = {*rows.live[row]}
         once[[position for position in range(spec.ring_positions) if position not in live]] += 1
@@ -122,10 +128,16 @@ def check_shared(run: Run, cta: Cta, rows: Rows) -> None:
     c = region("c", p.tokens, at.c_stride // 4)
     assert (c[:, : p.d_state // 2] == 1).all() and not c[:, p.d_state // 2 :].any()
     products = region("products", at.slices, 8 * spec.steps, at.product_stride)
-    assert (products[..., : spec.tokens_pad] == 1).all() and not products[..., spec.tokens_pad :].any()
+    worked = np.ones(8 * spec.steps, int)
+    worked[: spec.ring_positions][idle] = 0
+    assert (products[..., : spec.tokens_pad] == worked[:, None]).all() and not products[..., spec.tokens_pad :].any()
+    kept = region("b", spec.ring_positions, at.b_stride // 4)
+    assert (kept[:, : p.d_state // 2] == (row in rows.flushes) * ~idle[:, None]).all(), "B of the ring, for a flush"
+    assert not kept[:, p.d_state // 2 :].any()
     if config.turns > 1:
         weights = region("weights", config.heads_per_cta, p.tokens, at.weight_stride)
-        assert (weights[:count, :, : 8 * spec.steps] == 1).all() and weights.sum() == count * p.tokens * 8 * spec.steps
+        assert (weights[:count, :, : 8 * spec.steps] == worked).all()
+        assert weights.sum() == count * p.tokens * worked.sum()
     vectors = region("vectors", config.heads_per_cta, at.vector_floats)
     used = spec.ring_positions + 4 * spec.tokens_pad + 2
     assert (vectors[:count, :used] == 1).all() and vectors.sum() == count * used

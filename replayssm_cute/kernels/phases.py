@@ -178,7 +178,7 @@ class Phases:
 
     def ask_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread):
         """Ask for the ring: B of this warp's first tile of B·C and dt of its first head, which are returned, and x."""
-        bc_tile = thread.warp % self.spec.shared.tile_warps
+        bc_tile = self.products.tile(thread.warp % self.spec.shared.tile_warps)
         bc_rows = self.products.new_rows()
         ring_dt = self.decay.load_ring(tensors, row, share.scan_head, thread)
         self.products.load_rows(bc_rows, tensors, row, bc_tile, thread)
@@ -188,17 +188,31 @@ class Phases:
 
     @cute.jit
     def multiply_and_scan(
-        self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread, inputs: Inputs, bc_rows, ring_dt
+        self,
+        tensors: Tensors,
+        shared: Shared,
+        row: Row,
+        share: Share,
+        thread: Thread,
+        inputs: Inputs,
+        bc_rows,
+        ring_dt,
+        flush,
     ):
-        """Once per CTA: B·C, decay vectors, appended rows of B and dt."""
+        """Once per CTA: B·C, decay vectors, appended rows of B and dt; B of the ring for a flush."""
         spec, layout = self.spec, self.spec.shared
-        bc_tile = thread.warp % layout.tile_warps
+        number = thread.warp % layout.tile_warps
         appends = (share.head0 % spec.problem.heads_per_group == 0) & (share.rows.split == 0)
-        self.products.partial_sums(bc_rows, tensors, shared, row, appends, bc_tile, thread)
-        for more in cutlass.range_constexpr(1, -(-layout.tiles // layout.tile_warps)):
-            later_tile = bc_tile + more * layout.tile_warps
-            self.products.load_rows(bc_rows, tensors, row, later_tile, thread)
-            self.products.partial_sums(bc_rows, tensors, shared, row, appends, later_tile, thread)
+        self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, self.products.tile(number), thread)
+        for more in cutlass.range_constexpr(1, self.products.rounds):
+            later_tile = self.products.tile(number + more * layout.tile_warps)
+            if cutlass.const_expr(spec.skips):
+                if self.products.wanted(row, later_tile):
+                    self.products.load_rows(bc_rows, tensors, row, later_tile, thread)
+                    self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, later_tile, thread)
+            else:
+                self.products.load_rows(bc_rows, tensors, row, later_tile, thread)
+                self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, later_tile, thread)
         if share.scan < share.count:
             self.decay.make_vectors(
                 tensors, shared, share.scan, share.scan_head, inputs.decay, ring_dt, row, share, thread
@@ -224,7 +238,7 @@ class Phases:
         inputs = shared.address + turn.inputs
         gates = [] if tensors.z is None else self.tokens.gates(inputs, thread.lane)
         weights = self.weights.fragments(shared, turn.index, row, thread)
-        return self.tokens.contributions(inputs, weights, thread.lane), gates
+        return self.tokens.contributions(inputs, weights, row, thread.lane), gates
 
     @cute.jit
     def leave_out(self, tensors: Tensors, new: NewTokens, share: Share, thread: Thread):

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32
 from .bundles import Row, Shared, Tensors, Thread
 from .primitives import load_words, mma_16bit, store_words
 from .readout_c import ReadoutC
+from .ring_b import RingB
 from .spec import StepSpec
 
 
@@ -24,6 +25,23 @@ class Products:
         self.spec = spec
         self.readout_c = readout_c
         self.columns = spec.units // spec.shared.slices  # 32-column units of a warp's slice
+        self.ring_b = RingB(spec)
+        self.ring_tiles = -(-spec.ring_steps // 2)
+        self.token_tiles = spec.shared.tiles - self.ring_tiles
+        self.rounds = -(-spec.shared.tiles // spec.shared.tile_warps)
+
+    def tile(self, number):
+        """The tile that is dealt as the `number`-th: where some are skipped, first the oldest rows and the new tokens."""
+        if not self.spec.skips:
+            return number
+        of_tokens, of_ring = number + self.ring_tiles - 1, number - self.token_tiles
+        later = Int32(cutlass.select_(number <= self.token_tiles, of_tokens, of_ring))
+        later = Int32(cutlass.select_(number < self.spec.shared.tiles, later, number))
+        return Int32(cutlass.select_(number == 0, 0, later))
+
+    def wanted(self, row: Row, tile):
+        """Whether a tile of a later round, where some are skipped, is there and has anything to work on."""
+        return ((tile >= self.ring_tiles) & (tile < self.spec.shared.tiles)) | self.spec.has_live(row, 2 * tile)
 
     def _column(self, thread: Thread, step: int) -> Int32:
         """First of the 8 columns that a lane reads in the `step`-th 32-column unit of its warp's slice.
@@ -64,8 +82,11 @@ class Products:
         return held
 
     @cute.jit
-    def partial_sums(self, held, tensors: Tensors, shared: Shared, row: Row, appends, tile, thread: Thread):
-        """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows."""
+    def partial_sums(self, held, tensors: Tensors, shared: Shared, row: Row, appends, flush, tile, thread: Thread):
+        """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows.
+
+        A flush finds the ring's rows in shared memory.
+        """
         g, t = thread.g, thread.t
         slice_index = thread.warp // self.spec.shared.tile_warps
         if slice_index < self.spec.shared.slices:
@@ -91,6 +112,8 @@ class Products:
                     for n in cutlass.range_constexpr(self.spec.token_tiles):
                         shared.products[at + 8 * n] = sums[n][2 * half]
                         shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
+                if flush & (unit < self.spec.ring_steps):
+                    self._keep(held, half * 4 * self.columns, shared, row, 8 * unit + g, thread)
                 token = g + 8 * (unit - self.spec.ring_steps)
                 if appends & (token >= 0) & (token < row.new.length) & (unit >= self.spec.ring_steps):
                     ring = self.spec.ring_row(row.start, row.pnat + token)
@@ -98,6 +121,15 @@ class Products:
                         where = (row.group, ring)
                         pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
                         store_words(pointer, [held[half * 4 * self.columns + 4 * k + e] for e in range(4)])
+
+    def _keep(self, held, first, shared, row, position, thread):
+        """Put this lane's pieces of a ring position's B where flushes find them; what NaN may be in becomes zeros."""
+        for k in range(self.columns):
+            words = [held[first + 4 * k + e] for e in range(4)]
+            if self.spec.whole:
+                live = self.spec.is_live(row, position)
+                words = [Int32(cutlass.select_(live, word, Int32(0))) for word in words]
+            self.ring_b.put(shared, position, self._column(thread, k), words)
 
     def dot(self, products, position, token):
         """B·C of a position and a token."""

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..config import P_TILE, SHORT_WINDOW, WARP, TileConfig, shared_layout
+from ..config import P_TILE, SHORT_WINDOW, SKIPPED, WARP, TileConfig, shared_layout
 from ..problem import Problem
 from .bundles import NewTokens, Row, Tensors
 from .ptx import DECODE_GAIN, HARDWARE_ARCHES
@@ -46,6 +46,8 @@ class StepSpec:
         self.ring_positions = config.ring_positions(p)
         self.ring_steps = self.ring_positions // 8  # k-steps of the ring
         self.steps = self.ring_steps + self.token_tiles
+        self.skips = config.skips(p)
+        self.always_steps = SKIPPED // 8 if self.skips else self.ring_steps  # of the ring, whatever is live
         self.long_flush = p.window > SHORT_WINDOW or p.rewrites  # see flush_long and rewrite
         self.highest = p.precision == "highest"
         self.decode_gain = DECODE_GAIN.get((self.state_kind, self.io_kind), 1.0)
@@ -79,6 +81,10 @@ class StepSpec:
             age = Int32(cutlass.select_(age < 0, age + rows, age))
             return (age < row.pnat) & (position < rows)
         return position < row.pnat
+
+    def has_live(self, row: Row, step: Any) -> Boolean:
+        """Whether a ring step beyond `always_steps` is worked on: whether its 16 positions have a live one."""
+        return step // 2 * SKIPPED < row.pnat
 
     def new_tokens(self, row: Int32, tensors: Tensors) -> NewTokens:
         """Where a row's new tokens are."""
@@ -119,4 +125,4 @@ class StepSpec:
         return base + cute.assume(offset, divby=divisor)
 
 
-__all__ = ["P_TILE", "WARP", "StepSpec"]
+__all__ = ["P_TILE", "SKIPPED", "WARP", "StepSpec"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
-from .bundles import Row, Shared, Tensors, Thread
+from .bundles import Shared, Thread
 from .decay import Vectors
 from .primitives import (
     as_float,
@@ -28,6 +28,7 @@ from .primitives import (
     to_tf32,
 )
 from .readout_c import ReadoutC
+from .ring_b import RingB
 from .spec import P_TILE, StepSpec
 
 
@@ -60,6 +61,7 @@ class StateTile:
         self.spec = spec
         self.readout_c = readout_c
         self.parts = spec.chunk // PART
+        self.ring_b = RingB(spec)
 
     def read_out(self, address, c_addresses, c_held, lane):
         """S·C of this warp's rows: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
@@ -113,36 +115,16 @@ class StateTile:
             for which in range(2):
                 store_words(self._chunk(tile, block, side, which, thread), done[side][which])
 
-    def _hold_b(self, held, tensors, row, b_rows, thread, part):
-        """Load this lane's four columns of B in a part of a block, for each of its ring rows."""
-        spec = self.spec
-        column = part // self.parts * spec.block + thread.g * spec.chunk + part % self.parts * PART
-        for k, ring in enumerate(b_rows):
-            pointer = spec.pointer(tensors.b_cache, row.slot, (row.group, ring), column, PART)
-            words = load_words(pointer, PART // 2)
-            for e, word in enumerate(words):
-                held[k * (PART // 2) + e] = word
-
     def _positions(self, t):
         return [8 * step + 2 * t + half for step in range(self.spec.ring_steps) for half in range(2)]
 
-    def new_b(self):
-        """Registers for this lane's columns of B in a part of a block."""
-        return cute.make_rmem_tensor(cute.make_layout(2 * self.spec.ring_steps * (PART // 2)), Int32)
-
-    def first_b(self, coming, tensors: Tensors, row: Row, thread: Thread):
-        """Ask for B of the first part, ahead of `flush`."""
-        rows = [self.spec.read_row(row, position) for position in self._positions(thread.t)]
-        self._hold_b(coming, tensors, row, rows, thread, Int32(0))
-
     @cute.jit
-    def flush(self, tensors: Tensors, shared: Shared, tile, x_words, coming, index, row: Row, thread: Thread):
+    def flush(self, shared: Shared, tile, x_words, index, thread: Thread):
         """Turn a tile of the checkpoint into the logical state: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
 
         In tf32 high and low terms; a state that is rounded to bf16 does without the low ones.
         A lane's two chunks of a row are the two columns of an accumulator pair: element e of its first chunk in
-        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x; `coming` holds B's first
-        part, and does so again afterwards.
+        column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x.
         """
         at = Vectors(self.spec, index)
         vectors = shared.vectors
@@ -156,22 +138,13 @@ class StateTile:
             high_terms.append(high)
             low_terms.append([to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)])
         positions = self._positions(thread.t)
-        b_rows = [self.spec.read_row(row, position) for position in positions]
-        live = [self.spec.is_live(row, position) for position in positions]
-        per_row = PART // 2
         for block in cutlass.range(self.spec.blocks, unroll=1):
             chunks = [self.chunks(tile, block, side, thread) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
+            column = block * self.spec.block + thread.g * self.spec.chunk
+            b_chunks = [self.ring_b.get(shared, position, column, self.spec.chunk) for position in positions]
             for part in cutlass.range_constexpr(self.parts):
-                b_words = [[coming[k * per_row + e] for e in range(per_row)] for k in range(len(b_rows))]
-                if cutlass.const_expr(self.spec.whole):
-                    b_words = [
-                        [Int32(cutlass.select_(live[k], word, Int32(0))) for word in words]
-                        for k, words in enumerate(b_words)
-                    ]
-                # B of the next part is asked for before this one is worked on
-                following = (block * self.parts + part + 1) % (self.spec.blocks * self.parts)
-                self._hold_b(coming, tensors, row, b_rows, thread, following)
+                b_words = [words[part * (PART // 2) :][: PART // 2] for words in b_chunks]
                 per_part = 4 // self.parts  # words of a chunk
                 olds = [
                     [unpack(chunks[side][which][per_part * part :][:per_part], self.spec) for which in range(2)]

@@ -148,13 +148,7 @@ class StepKernel(Phases):
             if not flush:
                 cute.arch.sync_warp()
                 self.copies.refill(pipe, 0, 0, share, row, thread)
-        first_b = None
-        if cutlass.const_expr(self.only_turn and not self.spec.long_flush):
-            first_b = self.state_tile.new_b()
-            if flush:
-                self.state_tile.first_b(first_b, tensors, row, thread)
-
-        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt)
+        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
         cute.arch.sync_threads()
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)
@@ -163,7 +157,7 @@ class StepKernel(Phases):
         if cutlass.const_expr(self.only_turn):
             if flush:
                 turn = self.turn(share, share.rows.side, 0)
-                self.write_back.flush(tensors, shared, pipe, turn, first_b, share, row, thread)
+                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
         self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
@@ -181,7 +175,7 @@ class StepKernel(Phases):
             self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
             if cutlass.const_expr(not self.only_turn):
                 if flush:
-                    self.write_back.flush(tensors, shared, pipe, turn, None, share, row, thread)
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
                 cute.arch.sync_warp()
                 if cutlass.const_expr(self.refills):
                     if flush:

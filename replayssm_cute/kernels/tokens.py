@@ -29,7 +29,7 @@ from .primitives import (
     permute,
     store_words,
 )
-from .spec import P_TILE, StepSpec
+from .spec import P_TILE, SKIPPED, StepSpec
 from .state_tile import x_fragment
 
 ROW_BYTES = 32
@@ -99,8 +99,17 @@ class Tokens:
     @cute.jit
     def copy_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share):
         """Ask for the heads' x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
-        for index, position, column, wanted in self._pieces(self.spec.ring_positions, share):
+        always = 8 * self.spec.always_steps
+        self._copy_rows(tensors, shared, row, share, 0, always)
+        for first in cutlass.range_constexpr(always, self.spec.ring_positions, SKIPPED):
+            if first < row.pnat:
+                self._copy_rows(tensors, shared, row, share, first, SKIPPED)
+
+    @cute.jit
+    def _copy_rows(self, tensors: Tensors, shared: Shared, row: Row, share: Share, first, rows):
+        for index, place_in, column, wanted in self._pieces(rows, share):
             if wanted:
+                position = first + place_in
                 ring = self.spec.read_row(row, position)
                 head, p = share.head0 + index, share.rows.cta_p0 + column
                 source = self.spec.pointer(tensors.x_cache, row.slot, (head, ring), p, PIECE)
@@ -161,15 +170,15 @@ class Tokens:
         inner = (share.head0 + index, ring)
         return self.spec.pointer(tensors.x_cache, row.slot, inner, share.rows.cta_p0 + column, PIECE)
 
-    def x_words(self, address, lane):
-        """A tile's x of every k-step: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
-        spec = self.spec
+    def x_words(self, address, lane, steps=None):
+        """A tile's x of some k-steps, of all of them: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
+        steps = range(self.spec.steps) if steps is None else steps
         half, second, within = (lane // 8) % 2, lane // 16, lane % 8
         words = []
-        for step in range(0, spec.steps, 2):
-            row = self._input_row(step, within)
-            if step + 1 < spec.steps:
-                row = Int32(cutlass.select_(second == 0, row, self._input_row(step + 1, within)))
+        for k in range(0, len(steps), 2):
+            row = self._input_row(steps[k], within)
+            if k + 1 < len(steps):
+                row = Int32(cutlass.select_(second == 0, row, self._input_row(steps[k + 1], within)))
                 four = load_matrices(address + place(row, half), 4, True)
                 words += [four[:2], four[2:]]
             else:
@@ -200,19 +209,50 @@ class Tokens:
             for tile in range(self.spec.tiles)
         ]
 
-    def contributions(self, address, weights, lane):
+    def contributions(self, address, weights, row: Row, lane):
         """What the ring and the new tokens add to the outputs.
 
         `weights(step, n)` is a B-fragment; the result is per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
         """
         spec = self.spec
-        x_words = [self.x_words(address + tile * spec.shared.input_tile_bytes, lane) for tile in range(spec.tiles)]
         sums = [[[Float32(0.0)] * 4 for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
+        always = [*range(spec.always_steps), *range(spec.ring_steps, spec.steps)]
+        sums = self._contribute(sums, address, weights, always, lane)
+        if not spec.skips:
+            return sums
+        held = cute.make_rmem_tensor(cute.make_layout(4 * spec.tiles * spec.token_tiles), Float32)
+        self._put(held, sums)
+        for step in range(spec.always_steps, spec.ring_steps, 2):
+            self._contribute_live(held, address, weights, step, row, lane)
+        return self._got(held)
+
+    @cute.jit
+    def _contribute_live(self, held, address, weights, step, row: Row, lane):
+        """Add the two ring steps from `step` where a position of theirs is live."""
+        if self.spec.has_live(row, step):
+            self._put(held, self._contribute(self._got(held), address, weights, [step, step + 1], lane))
+
+    def _put(self, held, sums):
+        for k, value in enumerate(v for tile in sums for four in tile for v in four):
+            held[k] = value
+
+    def _got(self, held):
+        n = self.spec.token_tiles
+        return [[[held[4 * (tile * n + k) + e] for e in range(4)] for k in range(n)] for tile in range(self.spec.tiles)]
+
+    def _contribute(self, sums, address, weights, steps, lane):
+        """Add what some k-steps contribute."""
+        spec = self.spec
+        x_words = [
+            self.x_words(address + tile * spec.shared.input_tile_bytes, lane, steps) for tile in range(spec.tiles)
+        ]
         for n in range(spec.token_tiles):
-            for step in range(spec.ring_steps + n + 1):  # tokens of later tiles do not reach this one
+            for k, step in enumerate(steps):
+                if step > spec.ring_steps + n:  # tokens of later tiles do not reach this one
+                    continue
                 fragment = weights(step, n)
                 for tile in range(spec.tiles):
-                    a_frag = [bits(v) for v in x_fragment(x_words[tile][step], spec)]
+                    a_frag = [bits(v) for v in x_fragment(x_words[tile][k], spec)]
                     if spec.highest:  # x is exact in tf32, its weight takes two terms
                         high, low = split(fragment)
                         sums[tile][n] = mma_tf32(sums[tile][n], a_frag, low)

@@ -61,6 +61,14 @@ class Weights:
     @cute.jit
     def make(self, shared: Shared, index, step, row: Row, thread: Thread):
         """One k-step of one head's weights, into shared memory; `step` is the same in all lanes."""
+        if cutlass.const_expr(self.spec.skips):
+            if (step >= self.spec.ring_steps) | self.spec.has_live(row, step) | (step < self.spec.always_steps):
+                self._make(shared, index, step, row, thread)
+        else:
+            self._make(shared, index, step, row, thread)
+
+    @cute.jit
+    def _make(self, shared: Shared, index, step, row: Row, thread: Thread):
         at = Vectors(self.spec, index)
         for n in cutlass.range_constexpr(self.spec.token_tiles):
             pair = cute.make_rmem_tensor(cute.make_layout(2), Int32)

@@ -27,17 +27,15 @@ class WriteBack:
         self.copies = copies
 
     @cute.jit
-    def flush(
-        self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, first_b, share: Share, row: Row, thread: Thread
-    ):
-        """Flush the head of a turn; `first_b` is B's first part if it was asked for."""
+    def flush(self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, share: Share, row: Row, thread: Thread):
+        """Flush the head of a turn."""
         if cutlass.const_expr(self.spec.problem.rewrites):
             for tile in cutlass.range(self.spec.tiles, unroll=1):
                 words, inputs = self._tile(shared, turn, tile, thread)
                 p0 = share.rows.p0 + P_TILE * tile
                 self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
         else:
-            self._in_place(tensors, shared, turn, first_b, row, thread)
+            self._in_place(shared, turn, row, thread)
             self.copies.store(pipe, turn, share, row, thread)
 
     def _tile(self, shared, turn, tile, thread):
@@ -50,17 +48,13 @@ class WriteBack:
         return words, shared.address + (turn.inputs + tile * layout.input_tile_bytes)
 
     @cute.jit
-    def _in_place(self, tensors, shared, turn, first_b, row, thread):
+    def _in_place(self, shared, turn, row, thread):
         """Turn the checkpoint in a stage into the logical state."""
         cute.arch.sync_warp()  # results go where other lanes may still be reading
-        coming = first_b
-        if cutlass.const_expr(first_b is None and not self.spec.long_flush):
-            coming = self.state_tile.new_b()
-            self.state_tile.first_b(coming, tensors, row, thread)
         for tile in cutlass.range(self.spec.tiles, unroll=1):
             words, inputs = self._tile(shared, turn, tile, thread)
             if cutlass.const_expr(self.spec.long_flush):
-                self.long_flush.flush(tensors, shared, words, inputs, turn.index, row, thread)
+                self.long_flush.flush(shared, words, inputs, turn.index, row, thread)
             else:
                 x_words = self.tokens.x_words(inputs, thread.lane)
-                self.state_tile.flush(tensors, shared, words, x_words, coming, turn.index, row, thread)
+                self.state_tile.flush(shared, words, x_words, turn.index, thread)

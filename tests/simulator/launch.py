@@ -24,7 +24,7 @@ ORDER = (
 )  # fmt: skip
 EXTRA = ("state_scale", "rand_seed", "state_copy")
 END = object()
-REGIONS = ("inputs", "c", "products", "weights", "vectors", "barriers")
+REGIONS = ("inputs", "c", "b", "products", "weights", "vectors", "barriers")
 
 
 class Cta:

@@ -228,13 +228,22 @@ class ConvStepKernel(StepKernel):
 
     @cute.jit
     def multiply_and_scan(
-        self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread, inputs: Inputs, bc_rows, asked
+        self,
+        tensors: Tensors,
+        shared: Shared,
+        row: Row,
+        share: Share,
+        thread: Thread,
+        inputs: Inputs,
+        bc_rows,
+        asked,
+        flush,
     ):
         """The conv of x first; the barrier behind this phase is the one that x waits for."""
         ring_dt, raw = asked
         if cutlass.const_expr(not self.shape.early):
             self.tokens.store(tensors, shared, raw, row, share)
-        StepKernel.multiply_and_scan(self, tensors, shared, row, share, thread, inputs, bc_rows, ring_dt)
+        StepKernel.multiply_and_scan(self, tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
 
 
 def conv_arguments(shape: StepShape) -> list[Any]:

@@ -198,13 +198,7 @@ class Sm100StepKernel(Phases):
         if cutlass.const_expr(self.only_turn):
             self.tokens.append_new(tensors, inputs.x, row, share)
         flush = self.flushes(row)
-        first_b = None
-        if cutlass.const_expr(self.only_turn):
-            first_b = self.state_tile.new_b()
-            if flush:
-                self.state_tile.first_b(first_b, tensors, row, thread)
-
-        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt)
+        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)
@@ -215,7 +209,7 @@ class Sm100StepKernel(Phases):
                 cute.arch.mbarrier_wait(barriers.full, 0)
                 cute.arch.mbarrier_wait(barriers.done, 0)  # results replace what the MMAs read
                 turn = self.turn(share, share.rows.side, 0)
-                self.write_back.flush(tensors, shared, turn, first_b, share, row, thread)
+                self.write_back.flush(tensors, shared, turn, share, row, thread)
         self.turns(tensors, shared, barriers, row, share, thread, base, flush)
         fence_before_sync()
         cute.arch.sync_warp()
@@ -239,7 +233,7 @@ class Sm100StepKernel(Phases):
             if cutlass.const_expr(not self.only_turn):
                 if flush:
                     cute.arch.mbarrier_wait(barriers.full + stage, phase)
-                    self.write_back.flush(tensors, shared, turn, None, share, row, thread)
+                    self.write_back.flush(tensors, shared, turn, share, row, thread)
                 cute.arch.sync_warp()
                 if cutlass.const_expr(self.refills):
                     if flush:

@@ -23,18 +23,14 @@ class WriteBack:
         self.tokens = tokens
 
     @cute.jit
-    def flush(self, tensors: Tensors, shared: Shared, turn: Turn, first_b, share: Share, row: Row, thread: Thread):
-        """Flush the head of a turn; `first_b` is B's first part if it was asked for."""
+    def flush(self, tensors: Tensors, shared: Shared, turn: Turn, share: Share, row: Row, thread: Thread):
+        """Flush the head of a turn."""
         spec, lane = self.spec, thread.lane
-        coming = first_b
-        if cutlass.const_expr(first_b is None):
-            coming = self.state_tile.new_b()
-            self.state_tile.first_b(coming, tensors, row, thread)
         for tile in cutlass.range(spec.tiles, unroll=1):
             offset = turn.stage * spec.shared.stage_bytes + (thread.warp * spec.warp_rows + tile * P_TILE) * 128
             words = cute.recast_ptr(shared.raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(shared.address + (turn.inputs + tile * spec.shared.input_tile_bytes), lane)
-            self.state_tile.flush(tensors, shared, words, x_words, coming, turn.index, row, thread)
+            self.state_tile.flush(shared, words, x_words, turn.index, thread)
             cute.arch.sync_warp()
             for block in cutlass.range_constexpr(spec.blocks):
                 for first in cutlass.range_constexpr(0, P_TILE, 4):
