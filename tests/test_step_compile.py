@@ -28,7 +28,7 @@ CASES = [
     (dataclasses.replace(SUPER, tokens=16, has_z=True, dt_dtype="f32", index_dtype="i64"), TileConfig(4, 1)),
     (dataclasses.replace(SUPER, tokens=1, d_dtype=None, dt_bias_dtype=None, dt_softplus=False, index_dtype=None), ONE),
     (dataclasses.replace(SUPER, heads=112, tokens=6, pdl=True), TileConfig(heads_per_cta=2, stages=2)),
-    (dataclasses.replace(SUPER, heads=96, head_dim=80), FOUR),
+    (dataclasses.replace(SUPER, heads=96, head_dim=80), TileConfig(heads_per_cta=4)),
     (dataclasses.replace(SUPER, heads=96, head_dim=80), TileConfig(tiles_per_warp=5)),
     (dataclasses.replace(SUPER, heads=24, head_dim=128, d_state=256, groups=1, state_dtype="bf16"), ONE),
     (dataclasses.replace(SUPER, heads=80, d_state=64, groups=1, tokens=2, window=7), TileConfig(2, 1)),
