@@ -88,6 +88,8 @@ class StateCopies:
             for stage in cutlass.range_constexpr(self.spec.config.stages):
                 cute.arch.mbarrier_init(pipe.barriers + stage, 1)
             cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()  # what racecheck takes for the order of a barrier's first two uses
+        if thread.lane == 0:
             for stage in cutlass.range_constexpr(self.spec.config.stages):
                 cute.arch.mbarrier_arrive_and_expect_tx(pipe.barriers + stage, self.spec.shared.warp_bytes)
 
