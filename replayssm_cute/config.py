@@ -279,6 +279,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
 
 # Heads a multiprocessor from which the default rule gives a warp two tiles, and a CTA several heads.
 SOME, MANY = 8, 48
+CTAS = 4  # a multiprocessor, of several heads each, that registers let in
 
 
 def usual_tail(problem: Problem, target: Target) -> int:
@@ -307,10 +308,15 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         # Measured at batch 64 and 256: 84.8 and 319.5 us (f32; two at a time 87.0 and 327.2 with the kernel before),
         # 50.7 and 180.1 us (bf16; three CTAs 54.1 and 188.3).
         stages, ctas = (1, 1) if problem.read_bytes == 4 else (2, 4)
-        for heads, capped in itertools.product((4, 2), (ctas, 1)):
-            config = TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
-            if config.is_valid(problem, target):
-                return config
+        options = [
+            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
+            for heads, capped in itertools.product((4, 2), (ctas, 1))
+        ]
+        options = [c for c in options if c.is_valid(problem, target)]
+        if options:  # fewer heads a CTA where a long window's x takes the room of a CTA
+            return max(
+                options, key=lambda c: min(CTAS, target.shared_per_sm // (c.shared_bytes(problem) + SHARED_RESERVED))
+            )
     wide = TileConfig(tiles_per_warp=2)
     if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
         layout = shared_layout(problem, wide)

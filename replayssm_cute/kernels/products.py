@@ -31,7 +31,7 @@ class Products:
         self.rounds = -(-spec.shared.tiles // spec.shared.tile_warps)
 
     def tile(self, number):
-        """The tile that is dealt as the `number`-th: where some are skipped, first the oldest rows and the new tokens."""
+        """The tile dealt as the `number`-th: where some are skipped, the oldest rows and the new tokens come first."""
         if not self.spec.skips:
             return number
         of_tokens, of_ring = number + self.ring_tiles - 1, number - self.token_tiles
