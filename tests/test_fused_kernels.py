@@ -153,7 +153,7 @@ def test_order_under_pdl_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_starts_early_is_checked() -> None:
     for wrong in ({"soon": True}, {"ahead": True}, {"soon": True, "pdl": True, "triggers": False}):
-        with pytest.raises(ValueError, match="soon|ahead"):
+        with pytest.raises(ValueError, match=r"soon|ahead"):
             dataclasses.replace(CONV, **wrong)
     with pytest.raises(ValueError, match="soon"):
         chains.ConvCut(soon=True, late=True)

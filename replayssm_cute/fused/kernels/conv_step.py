@@ -7,10 +7,10 @@ bytes that it would have copied: one token's eight channels, from four raw input
     x_t = silu(bias + w_0 u_{t-3} + w_1 u_{t-2} + w_2 u_{t-1} + w_3 u_t)
 
 It asks for them together with the rows of the other rings, once the cursors are known, and convolves after the first
-read-out, when the next state is on its way. Under PDL the inputs that need no cursor, and the taps, are brought to L2
-before the wait, and dt of the new tokens; or all of the conv is done before (`early`): then in_proj must have ended
-before the conv of B and C let this kernel start (not `soon`); that conv neither reads nor writes channels of x. The arithmetic and its order are
-those of `conv`, and so are the results.
+read-out, when the next state is on its way. Under PDL the inputs that need no cursor, the taps and dt of the new tokens
+are brought to L2 before the wait. With `early` all of the conv is done before it: then in_proj must have ended before
+the conv of B and C let this kernel start (which is not `soon`); that conv neither reads nor writes channels of x. The
+arithmetic and its order are those of `conv`, and so are the results.
 """
 
 from __future__ import annotations
