@@ -31,6 +31,7 @@ CONFIGS: tuple[tuple[TileConfig, int, int], ...] = (
     (TileConfig(head_split=2), 1, 4),
     (TileConfig(heads_per_cta=2, head_split=2), 4, 4),
     (TileConfig(heads_per_cta=2, tail_rows=8), 16, 256),
+    (TileConfig(heads_per_cta=2, ctas_per_sm=4, tail_rows=8), 64, 256),
     (TileConfig(heads_per_cta=4, tail_rows=8), 16, 256),
 )
 # (channels of a thread, threads) that a search starts with: of B and C alone, of x too
