@@ -86,7 +86,7 @@ def frame(data: dict[str, Any], beside: pd.DataFrame | None = None) -> pd.DataFr
         shown = (*PARTS, *chains)
         row["spread"] = max(cell["times"][name]["spread"] for name in shown)
         rows.append(row)
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).sort_values(["tokens", "batch"], ignore_index=True)
     return table if beside is None else table.merge(beside, on=["tokens", "batch"], how="left", validate="1:1")
 
 
