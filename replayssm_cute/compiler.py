@@ -304,6 +304,11 @@ def entry_of(recipe: Recipe, target: Target) -> Entry:
         return _compile(recipe, target.arch)
 
 
+def stored(recipe: Recipe, target: Target) -> bool:
+    """Whether the disk cache holds a kernel."""
+    return _find(_directory(recipe, target.arch)) is not None
+
+
 def _find(directory: Path) -> Entry | None:
     def say(path: Path, error: kernel_files.DamagedEntry) -> None:
         _once(f"damaged:{path}", f"kernel cache: {path} is damaged ({error}); compiling it anew")

@@ -81,8 +81,20 @@ def _wait() -> None:
 
 
 def _trigger() -> None:
-    assert _here.waited, "dependents start before this kernel's own wait: they would overlap its predecessor"
+    soon = getattr(_here.launch.recipe.shape, "soon", False)
+    assert soon or _here.waited, "dependents start before this kernel's own wait: they would overlap its predecessor"
+    assert not (soon and _here.waited), "dependents start after this kernel's wait, and should before"
     _here.launch.triggers += 1
+
+
+def _prefetch(pointer: Pointer) -> None:
+    """Changes nothing; still it is to come before the wait, and to name memory of the inputs."""
+    launch, t = _here.launch, _here.launch.awaited["inputs"]
+    assert launch.recipe.shape.ahead and not _here.waited, "a prefetch that is too late, or not asked for"
+    begin = t.untyped_storage().data_ptr()
+    assert begin <= pointer.address < begin + t.untyped_storage().nbytes(), "a prefetch of something else"
+    launch.memory.check(pointer.address, 4)
+    launch.prefetches += 1
 
 
 def _f32(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -105,6 +117,7 @@ REPLACEMENTS: dict[str, Any] = REPLACED | {
     "load_words": _load_words,
     "store_words": _store_words,
     "load_shared_by_all": _load_shared,
+    "bring_to_l2": _prefetch,
 }
 
 
@@ -115,7 +128,7 @@ class Launch:
     """One launch: what was launched how, and what its threads may touch when."""
 
     def __init__(self, recipe: LayerRecipe, args: tuple[Any, ...]) -> None:
-        self.recipe, self.triggers = recipe, 0
+        self.recipe, self.triggers, self.prefetches = recipe, 0, 0
         shape = recipe.shape
         conv = isinstance(shape, ConvShape)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -170,6 +183,7 @@ class Launch:
             if failures:
                 raise failures[0]
         assert self.triggers == shape.triggers * grid[0] * block[0]
+        assert (self.prefetches > 0) == getattr(shape, "ahead", False)
 
 
 def kernel(recipe: LayerRecipe) -> Callable[..., None]:

@@ -39,6 +39,9 @@ CONVS = [
     dataclasses.replace(CONV, rows=2, tokens=2, index_dtype=None, bias_dtype=None, triggers=False),
     dataclasses.replace(CONV, each=1, pdl=True, carveout=100),
     dataclasses.replace(CONV, each=2, rows=2, vector=4, channels=520),
+    dataclasses.replace(CONV, pdl=True, soon=True),
+    dataclasses.replace(CONV, pdl=True, ahead=True, triggers=False),
+    dataclasses.replace(CONV, pdl=True, soon=True, ahead=True, rows=2, tokens=6, each=3, ring_rows=9),
     dataclasses.replace(CONV, tokens=6, each=3, ring_rows=9, vector=2, weight_dtype="f16"),
 ]
 NORMS = [
@@ -141,6 +144,30 @@ def test_order_under_pdl_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(fused_lanes.ARCH, "griddepcontrol_wait", lambda: None)
         with pytest.raises(AssertionError, match="dependents start before"):
             proof.prove(recipe, fused_lanes.kernel(recipe), CPU)
+    recipe = LayerRecipe(dataclasses.replace(CONV, pdl=True, ahead=True))
+    with monkeypatch.context() as patch:  # the inputs themselves, in place of a prefetch
+        patch.setattr(fused_lanes.MODULES["conv"], "bring_to_l2", lambda p: fused_lanes._load_words(p, 4))
+        with pytest.raises(AssertionError, match="inputs is read before the wait"):
+            proof.prove(recipe, fused_lanes.kernel(recipe), CPU)
+
+
+def test_what_starts_early_is_checked() -> None:
+    for wrong in ({"soon": True}, {"ahead": True}, {"soon": True, "pdl": True, "triggers": False}):
+        with pytest.raises(ValueError, match=r"soon|ahead"):
+            dataclasses.replace(CONV, **wrong)
+    with pytest.raises(ValueError, match="soon"):
+        chains.ConvCut(soon=True, late=True)
+    for kind in (overlap.Overlap.INNER, overlap.Overlap.INNER_X, overlap.Overlap.NONE):
+        with pytest.raises(ValueError, match="neither soon nor ahead"):
+            chains.Chain(kind, conv=chains.ConvCut(ahead=True))
+    with pytest.raises(ValueError, match="early"):
+        chains.Chain(overlap.Overlap.ALL_X, conv=chains.ConvCut(soon=True), early=True)
+    cut = chains.ConvCut(4, 64, soon=True, ahead=True)
+    chain = chains.Chain(overlap.Overlap.ALL_X, conv=cut)
+    assert chains.Chain.from_json(chain.to_json()) == chain and cut.label() == "4 x 64, soon, ahead"
+    assert cut.of(dataclasses.replace(CONV, pdl=True)) == dataclasses.replace(
+        CONV, vector=4, threads=64, pdl=True, soon=True, ahead=True
+    )
 
 
 def test_the_switch_of_self_checks_serves_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +370,7 @@ def compiled_shapes() -> list[ConvShape | NormShape]:
     conv, norm = shapes.conv_shape(SUPER, 256, chained=True, pdl=True), shapes.norm_shape(SUPER, chained=True)
     found += [dataclasses.replace(conv, vector=v, rows=r) for v, r in ((8, 2), (4, 2), (4, 4))]
     found += [dataclasses.replace(conv, each=e, carveout=100) for e in (1, 2)]
+    found += [dataclasses.replace(conv, soon=True), dataclasses.replace(conv, ahead=True)]
     found += [dataclasses.replace(norm, together=n) for n in (2, 4)]
     found += [dataclasses.replace(norm, carveout=100)]
     found += [shapes.conv_shape(SUPER, b, chained=True, pdl=True, with_x=False) for b in (1, 256)]
@@ -380,11 +408,22 @@ def loads_around_the_wait(shape: ConvShape | NormShape) -> tuple[int, int]:
     return tuple(resources.count_opcodes(part).get("LDG", 0) for part in (before, after))  # type: ignore[return-value]
 
 
+def prefetches_before_the_wait(shape: ConvShape) -> int:
+    """Prefetches to L2, none of which may come after the wait."""
+    found = compiler.entry_of(LayerRecipe(shape), target.named("sm_90a"))
+    before, _, after = resources.disassemble(resources.cubin(found.object_bytes())).partition("ACQBULK")
+    counts = [resources.count_opcodes(part).get("CCTL", 0) for part in (before, after)]
+    assert counts[1] == 0
+    return counts[0]
+
+
 def test_code_asks_for_what_needs_no_predecessor_before_it_waits() -> None:
     """Norm: slot, weights and gates, then y. Conv: slot, cursors, taps, bias and history, then the new tokens."""
     assert loads_around_the_wait(shapes.norm_shape(SUPER, chained=True)) == (3, 1)
     conv = shapes.conv_shape(SUPER, 256, chained=True, pdl=True)
     assert loads_around_the_wait(conv) == (3 + 4 + 2 + 3, 4)
+    early = dataclasses.replace(conv, soon=True, ahead=True)
+    assert loads_around_the_wait(early) == (3 + 4 + 2 + 3, 4) and prefetches_before_the_wait(early) == 4
     # of two rows: everything but the weights twice, and all of it before the wait that it was before
     assert loads_around_the_wait(dataclasses.replace(conv, rows=2)) == (2 * 3 + 4 + 2 + 2 * 3, 2 * 4)
     assert loads_around_the_wait(dataclasses.replace(shapes.norm_shape(SUPER, chained=True), together=4)) == (2 + 4, 4)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fused_calls import kwargs
-from replayssm_tuning import acceptance, layer_bench
+from replayssm_tuning import acceptance, layer_bench, layer_report, layer_search
+from replayssm_tuning.kernel_pool import KernelPool
 from replayssm_tuning.policy import Policy
 from replayssm_tuning.slots import make_cell
 
 import replayssm_cute
 from replayssm_cute import compiler, plan, tables, target
 from replayssm_cute.config import TileConfig
-from replayssm_cute.fused import launches
+from replayssm_cute.fused import launches, overlap, shapes
 from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.fused.problem import layer_problem
+from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.problem import Problem
 
 
@@ -116,14 +121,18 @@ def test_a_cell_with_a_search_as_far_as_times_are_made_up(monkeypatch: pytest.Mo
     bench = layer_bench.Bench.__new__(layer_bench.Bench)
     bench.policy, bench.cuts, bench.search = Policy(min_rows=4), False, True
     bench.device, bench.target = torch.device("cpu"), target.named("h200")
+    filled: set[compiler.Recipe] = set()
+    bench.pool = SimpleNamespace(fill=lambda recipes, what: filled.update(recipes))  # type: ignore[assignment]
     cell = bench.cell(problem, 2)
     chains = [m for m in made if isinstance(m, Chain)]
+    assert all(set(layer_search.recipes(problem, c, 2)) <= filled for c in chains), "compiled before they are captured"
     assert len(set(chains)) > 15 and len(chains) - len(set(chains)) == 2, "captured once, and again for the final race"
     found = {name: Chain.from_json(chain) for name, chain in cell["found"].items()}
     assert set(found) == {"plain", "promised"} and not found["plain"].overlap.first
     assert set(cell["times"]) == {*layer_bench.PARTS, *Overlap, "found, plain", "found, promised"}
     assert "promised: " + found["promised"].label() in layer_bench.table([cell])
     assert TileConfig.from_json(cell["step"]).label() == cell["config"]
+    assert cell["searched"] and not bench.cell(problem, 2, until=0.0)["searched"]
 
 
 def test_machine_code_of_what_a_search_found() -> None:
@@ -137,3 +146,73 @@ def test_machine_code_of_what_a_search_found() -> None:
     assert {name.split()[0] for name in added} == {"conv", "norm", "step"} and len(added) == 4
     assert more["step T 1 h1 s1 p1 live c1"] == more[f"step T 1, batch 4, {chain.label()}"]
     assert set(plain.items()) <= set(more.items())
+
+
+def fake_cell(problem: Any, batch: int) -> dict[str, Any]:
+    """A cell's result with made-up times."""
+    chain = layer_search.start(problem, batch, target.named("h200"))
+    plain = layer_search.plain_starts(problem, batch, chain)[0]
+    names = [*layer_bench.PARTS, *Overlap, "found, plain", "found, promised"]
+    return {
+        "tokens": problem.step.tokens, "batch": batch, "flush": 0.1, "sets": 1, "searched": True,
+        "config": TileConfig().label(), "step": TileConfig().to_json(),
+        "times": {name: {"time_us": 20.0 - k, "spread": 0.01, "gb_s": 1.0} for k, name in enumerate(names)},
+        "found": {"plain": plain.to_json(), "promised": chain.to_json()},
+    }  # fmt: skip
+
+
+def test_a_bench_that_is_cut_off_leaves_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is whole after every cell, the report and the table that calls read are made of it."""
+    out, until = tmp_path / "layer.json", []
+
+    def cell(self: Any, problem: Any, batch: int, limit: float) -> dict[str, Any]:
+        until.append(limit)
+        if len(until) == 3:
+            raise KeyboardInterrupt
+        return fake_cell(problem, batch)
+
+    where = target.named("h200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(plan, "device_target", lambda index: where)
+    monkeypatch.setattr(layer_bench.Bench, "cell", cell)
+    monkeypatch.setattr(KernelPool, "fill", lambda self, recipes, what: None)
+    monkeypatch.setattr(layer_bench, "_code", lambda recipe, target: str(hash(recipe)))
+    arguments = ["--tokens", "4", "1", "--batches", "1", "16", "--search", "--out", str(out)]
+    with pytest.raises(KeyboardInterrupt):
+        layer_bench.main([*arguments, "--budget", "80s"])
+    now = time.perf_counter()
+    assert 10 < until[0] - now < 20 < until[1] - now < 80 / 3, "an equal share of what is left"
+    data = json.loads(out.read_bytes())
+    assert [(c["tokens"], c["batch"]) for c in data["cells"]] == [(4, 1), (4, 16)]
+    assert layer_report.stale_reason(data) is None
+    assert [len(e["buckets"]) for e in layer_report.overlap_table(data)["entries"]] == [2]
+    assert layer_report.main([str(out), "--table", str(tmp_path / "table.json")]) == 0
+    assert [c.promised is not None for c in overlap.read(tmp_path / "table.json").entries.popitem()[1].values()] == [
+        True,
+        True,
+    ]
+    until.clear()
+    monkeypatch.setattr(time, "perf_counter", iter(range(0, 10**6, 30)).__next__)
+    assert layer_bench.main([*arguments, "--budget", "80s"]) == 3
+    assert "cells are left out" in capsys.readouterr().err
+
+
+def test_a_pool_compiles_what_the_cache_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
+    problem, where, said = layer_bench.layer_problem(1, 16, "f32"), target.named("h200"), []
+    recipes = [LayerRecipe(shapes.norm_shape(problem, chained=chained)) for chained in (False, True)]
+    with KernelPool(where, 1, said.append) as pool:
+        pool.fill(recipes[:1] * 2, "first")
+        assert pool.compiled == 1 and compiler.stored(recipes[0], where) and not compiler.stored(recipes[1], where)
+        pool.fill(recipes, "then")
+        assert pool.compiled == 2 and compiler.stored(recipes[1], where)
+        before = len(said)
+        pool.fill(recipes, "again")
+        assert len(said) == before and any("compiling 1 kernels in 1 processes" in line for line in said)
+        unfit = compiler.StepRecipe(problem.step, TileConfig(heads_per_cta=8, parallel_heads=8))
+        with pytest.raises(ValueError, match="shared memory"):
+            pool.fill([unfit], "unfit")

@@ -5,19 +5,21 @@ of uniform acceptance): the conv, the SSU step and the norm alone; the three in 
 dependent launch (PDL), where each starts while the one before ends, without and with the conv starting on its
 predecessor too; and the last two with the conv of x in the step. Every number is microseconds a call in a CUDA graph.
 `--search` also looks for a faster chain (see `layer_search`) and times what it found; `--cuts` times the chain with
-other cuts of the conv and the norm, and these alone, beside those that the rule takes. `--compile-for h200` only fills
-the kernel cache, on a machine without a GPU or before its GPU's time is spent, with `--jobs` processes.
+other cuts of the conv and the norm, and these alone, beside those that the rule takes. Kernels are compiled before they
+are timed, in `--jobs` processes; `--compile-for h200` only does this, on a machine without a GPU. `--out` is written
+anew after every cell, and holds those that are done. Of a `--budget` each cell gets an equal share of what is left, for
+its search; when it is over no other cell is begun.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import multiprocessing
+import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,9 @@ from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target, named
 
 from . import acceptance, layer_search
+from .kernel_pool import KernelPool
 from .manifest import commit
+from .plan import seconds
 from .policy import Policy
 from .slots import Cell, make_cell, slot_sets
 from .timing import Timed, capture, interleave, summary
@@ -162,10 +166,9 @@ def norm_cuts(problem: LayerProblem) -> dict[str, NormShape]:
 class Bench:
     """Measures cells on the current device."""
 
-    def __init__(self, policy: Policy, cuts: bool, search: bool = False) -> None:
+    def __init__(self, policy: Policy, cuts: bool, search: bool, pool: KernelPool, target: Target) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.policy, self.cuts, self.search = policy, cuts, search
-        self.target = plan.device_target(self.device.index)
+        self.policy, self.cuts, self.search, self.pool, self.target = policy, cuts, search, pool, target
 
     def plan_of(self, problem: LayerProblem, batch: int, overlap: Overlap | Chain, **cuts: Any) -> launches.LayerPlan:
         """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
@@ -194,8 +197,12 @@ class Bench:
             alone = launches.ready(LayerRecipe(dataclasses.replace(norm, pdl=False)), self.device.index)
             yield name, dataclasses.replace(made, norm=alone), 2
 
-    def cell(self, problem: LayerProblem, batch: int) -> dict[str, Any]:
-        """Times of all entrants on one cell."""
+    def cell(self, problem: LayerProblem, batch: int, until: float = math.inf) -> dict[str, Any]:
+        """Times of all entrants on one cell.
+
+        Args:
+            until: of `time.perf_counter`: when a search ends with what it has.
+        """
         mix = acceptance.stationary([1 / problem.step.tokens] * problem.step.tokens, problem.step.window)
         free = torch.cuda.mem_get_info(self.device)[0]
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -204,16 +211,23 @@ class Bench:
         made = layer_calls(problem, cell, self.policy.seed)
         of = {id(call): own for call, own in zip(cell.calls, made, strict=True)}
         found: dict[str, Chain] = {}
+        searched = False  # to the end
         if self.search:
             known: dict[Chain, Timed] = {}
 
             def race(field: Sequence[Chain]) -> Mapping[Chain, float]:
+                name = f"T {problem.step.tokens}, batch {batch}"
+                self.pool.fill((k for c in field for k in layer_search.recipes(problem, c, batch)), name)
                 for chain in field:
                     if chain not in known:
                         known[chain] = self._captured(cell, of, self.plan_of(problem, batch, chain), None)
-                return self._race(f"T {problem.step.tokens}, batch {batch}", {c: known[c] for c in field})
+                return self._race(name, {c: known[c] for c in field})
 
-            chains = layer_search.search(problem, batch, self.target, race)
+            def over() -> bool:
+                return time.perf_counter() > until
+
+            chains = layer_search.search(problem, batch, self.target, race, over)
+            searched = not over()
             found = dict(zip(("plain", "promised"), chains, strict=True))
         names, field = [], []
         for name, chain in found.items():
@@ -235,7 +249,7 @@ class Bench:
             "config": config.config.label(),
             "step": config.config.to_json(),
             "times": times,
-            **({"found": {name: chain.to_json() for name, chain in found.items()}} if found else {}),
+            **({"found": {n: c.to_json() for n, c in found.items()}, "searched": searched} if found else {}),
         }
 
     def _race(self, cell: str, field: Mapping[Chain, Timed]) -> Mapping[Chain, float]:
@@ -309,18 +323,18 @@ def _code(recipe: compiler.Recipe, target: Target) -> str:
     return hashlib.sha256(code).hexdigest()[:16]
 
 
-def facts(
-    bench: Bench, problems: Sequence[LayerProblem], batches: Sequence[int], cells: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def facts(bench: Bench, problems: Sequence[LayerProblem], cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the times of some cells belong to."""
     step = problems[0].step
+    done = [p for p in problems if any(c["tokens"] == p.step.tokens for c in cells)]
+    batches = sorted({c["batch"] for c in cells})
     return {
         "gpu": bench.target.name,
         "arch": bench.target.arch,
         "commit": commit(),
         "kernel_fingerprint": fingerprint.kernels(),
         "layer_kernel_fingerprint": fingerprint.kernels("fused"),
-        "machine_code": machine_code(problems, batches, bench.target, cells),
+        "machine_code": machine_code(done, batches, bench.target, cells),
         "toolchain": fingerprint.toolchain(),
         "torch": torch.__version__,
         "window": step.window,
@@ -329,12 +343,8 @@ def facts(
     }
 
 
-def _compile(recipe: compiler.Recipe, target: Target) -> None:
-    compiler.entry_of(recipe, target)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, or 1 without a GPU."""
+    """The command line; returns the exit status: 0; 1 without a GPU; 3 if the budget ended it."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.layer_bench", description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="N")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T")
@@ -343,42 +353,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
     parser.add_argument("--rows", type=int, default=Policy().min_rows, metavar="N", help="a rotation's at least")
     parser.add_argument("--search", action="store_true", help="also look for a faster chain")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of --compile-for")
+    parser.add_argument("--budget", type=seconds, default=math.inf, metavar="TIME", help="of a search, such as 90s")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile; default: one a CPU")
     parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args(argv)
     problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
-    if args.compile_for is not None:
-        where = named(args.compile_for)
-        wanted = list(
-            dict.fromkeys(
-                k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts, args.search)
-            )
-        )
-        if args.jobs > 1:
-            spawn = multiprocessing.get_context("spawn")  # the compiler is not to be forked
-            with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
-                list(pool.map(_compile, wanted, [where] * len(wanted), chunksize=4))
-        else:
-            for recipe in wanted:
-                _compile(recipe, where)
-        print(f"{len(wanted)} kernels for {where.name} are in {compiler.cache_dir()}")
-        return 0
-    if not torch.cuda.is_available():
+    begun = time.perf_counter()
+    if args.compile_for is None and not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)
         return 1
-    bench = Bench(Policy(min_rows=args.rows), args.cuts, args.search)
-    cells = []
-    for problem in problems:
-        for batch in args.batches:
-            cells.append(bench.cell(problem, batch))
+    where = plan.device_target(torch.cuda.current_device()) if args.compile_for is None else named(args.compile_for)
+    wanted = list(
+        dict.fromkeys(k for p in problems for b in args.batches for k in kernels(p, b, where, args.cuts, args.search))
+    )
+    with KernelPool(where, args.jobs, lambda line: print(line, flush=True)) as pool:
+        pool.fill(wanted, "before the first cell")
+        if args.compile_for is not None:
+            print(f"{len(wanted)} kernels for {where.name} are in {compiler.cache_dir()}")
+            return 0
+        bench = Bench(Policy(min_rows=args.rows), args.cuts, args.search, pool, where)
+        cells: list[dict[str, Any]] = []
+        todo = [(problem, batch) for problem in problems for batch in args.batches]
+        for number, (problem, batch) in enumerate(todo):
+            now = time.perf_counter()
+            left = begun + args.budget - now
+            if left <= 0:
+                print(f"the budget is over: {len(todo) - number} cells are left out", file=sys.stderr)
+                break
+            cells.append(bench.cell(problem, batch, now + left / (len(todo) - number)))
             torch.cuda.empty_cache()
-            print(f"T {problem.step.tokens}, batch {batch} done", file=sys.stderr, flush=True)
+            if args.out is not None:
+                found = facts(bench, problems, cells) | {"cells": cells}
+                atomic.write_text(args.out, json.dumps(found, indent=1) + "\n")
+            took = time.perf_counter() - now
+            print(f"T {problem.step.tokens}, batch {batch} done in {took:.1f} s", file=sys.stderr, flush=True)
+        print(f"{pool.compiled} kernels were compiled; all took {time.perf_counter() - begun:.0f} s")
     print(table(cells))
-    if args.out is not None:
-        found = facts(bench, problems, args.batches, cells) | {"cells": cells}
-        atomic.write_text(args.out, json.dumps(found, indent=1) + "\n")
-    return 0
+    return 0 if len(cells) == len(todo) else 3
 
 
 if __name__ == "__main__":

@@ -82,11 +82,11 @@ def frame(data: dict[str, Any], beside: pd.DataFrame | None = None) -> pd.DataFr
         for promised in (False, True):
             name = "promised" if promised else "plain"
             label, time_us = _served(cell, chains, promised)
-            row |= {f"{name}_choice": label, f"{name}_us": time_us}
+            row |= {f"{name}_choice": label, f"{name}_us": time_us, f"{name}_searched": name in _found(cell, chains)}
         shown = (*PARTS, *chains)
         row["spread"] = max(cell["times"][name]["spread"] for name in shown)
         rows.append(row)
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).sort_values(["tokens", "batch"], ignore_index=True)
     return table if beside is None else table.merge(beside, on=["tokens", "batch"], how="left", validate="1:1")
 
 
@@ -108,11 +108,15 @@ def _found(cell: dict[str, Any], chains: dict[Overlap, float]) -> dict[str, tupl
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The tables: the parts and the chains; where goals are known, what a call takes beside them."""
+    """The tables: the parts and the chains; the chains that serve, if searched for; goals, where they are known."""
     kinds = [kind for kind, column in _COLUMNS.items() if column in table]
     heads = ["T", "batch", "conv", "step", "norm", *(f"{kind}" for kind in kinds), "step's config"]
     columns = ["tokens", "batch", "conv_us", "step_us", "norm_us", *(_COLUMNS[kind] for kind in kinds), "config"]
     text = _markdown(heads, [[_cell(row[c]) for c in columns] for _, row in table.iterrows()])
+    if table[["promised_searched", "plain_searched"]].to_numpy().any():
+        heads = ["T", "batch", "with the promise", "chain", "without", "chain"]
+        columns = ["tokens", "batch", "promised_us", "promised_choice", "plain_us", "plain_choice"]
+        text += "\n\n" + _markdown(heads, [[_cell(row[c]) for c in columns] for _, row in table.iterrows()])
     if "goal_us" not in table:
         return text
     heads = ["T", "batch", "goal", "with the promise", "without", "other chain", "/ with", "/ without"]

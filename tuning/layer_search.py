@@ -20,28 +20,36 @@ from replayssm_cute.target import Target
 
 MARGIN = 0.003  # what a change has to gain, of a call's time, to be kept
 FEW, MANY = 16, 64  # rows up to which, and from which on, cuts for few and for many rows are tried
-CARVEOUT = 100  # as the step kernels ask for
 
-# Step configs, and the batch sizes that each is tried for.
+# What a search leaves out, by a search at T 1 on an H200: a carveout for conv and norm (0.1% at most), x convolved
+# before the step's wait (0.5% to 4% slower), configs of two tiles a warp or two stages (1% to 9% slower), norms of
+# fewer warps than pieces (0.2% to 5% slower), 4 rows a thread of the conv (0.1% to 3% slower).
+
+# Step configs beside the table's, and the batch sizes that each is tried for.
 CONFIGS: tuple[tuple[TileConfig, int, int], ...] = (
     (TileConfig(), 1, 16),
     (TileConfig(head_split=2), 1, 4),
-    (TileConfig(tiles_per_warp=2), 1, 256),
-    (TileConfig(heads_per_cta=2, tail_rows=8), 4, 256),
-    (TileConfig(heads_per_cta=2, tail_rows=8, tiles_per_warp=2), 4, 256),
+    (TileConfig(heads_per_cta=2, head_split=2), 4, 4),
+    (TileConfig(heads_per_cta=2, tail_rows=8), 16, 256),
+    (TileConfig(heads_per_cta=2, ctas_per_sm=4, tail_rows=8), 64, 256),
     (TileConfig(heads_per_cta=4, tail_rows=8), 16, 256),
-    (TileConfig(heads_per_cta=4, stages=2, tail_rows=8), 64, 256),
 )
+# (channels of a thread, threads) that a search starts with: of B and C alone, of x too
+FEW_START, MANY_START = ((8, 64), (4, 64)), ((8, 128), (8, 128))
 # (channels of a thread, threads, batch rows of a thread, tokens of a thread)
 FEW_CONVS: tuple[tuple[int, int, int, int | None], ...] = (
-    (2, 64, 1, None), (4, 64, 1, None), (8, 64, 1, None), (2, 64, 1, 1), (4, 64, 1, 1), (8, 32, 1, 1), (4, 64, 1, 2),
+    (2, 64, 1, None), (4, 64, 1, None), (8, 64, 1, None), (8, 128, 1, None), (4, 64, 1, 1), (8, 64, 1, 1),
 )  # fmt: skip
 MANY_CONVS: tuple[tuple[int, int, int, int | None], ...] = (
-    (8, 128, 1, None), (8, 64, 1, None), (4, 128, 1, None), (8, 128, 2, None), (4, 128, 2, None), (4, 128, 4, None),
-    (8, 128, 1, 2), (8, 128, 1, 1),
+    (8, 128, 1, None), (4, 128, 1, None), (4, 128, 2, None), (8, 128, 1, 2),
 )  # fmt: skip
-# (warps, tokens of a CTA)
-NORMS = ((4, 1), (2, 1), (1, 1), (4, 2), (2, 2), (4, 4), (2, 4))
+FEW_NORMS, MANY_NORMS = ((4, 1),), ((4, 1), (4, 2), (4, 4))  # (warps, tokens of a CTA)
+# When a conv that starts early lets the step start, and whether it brings its inputs to L2: fields of `ConvCut`
+STARTS = tuple(
+    {"late": late, "soon": soon, "ahead": ahead}
+    for late, soon in ((False, False), (True, False), (False, True))
+    for ahead in (False, True)
+)
 
 Race = Callable[[Sequence[Chain]], Mapping[Chain, float]]
 
@@ -58,17 +66,51 @@ def _ruled_conv(problem: LayerProblem, batch: int, overlap: Overlap) -> ConvCut:
     return ConvCut(conv.vector, conv.threads)
 
 
-def overlaps(problem: LayerProblem, batch: int, chain: Chain, promised: bool) -> list[Chain]:
-    """The chain with every overlap; a conv of other channels is cut as it was, and by the rules."""
-    found = []
-    for kind in Overlap:
-        if promised or not kind.first:
-            found.append(dataclasses.replace(chain, overlap=kind, early=chain.early and kind.x_in_step))
-            if chain.conv is not None and kind.x_in_step != chain.overlap.x_in_step:
-                rule = _ruled_conv(problem, batch, kind)
-                conv = dataclasses.replace(rule, carveout=chain.conv.carveout, late=chain.conv.late)
-                found.append(dataclasses.replace(found[-1], conv=conv))
-    return found
+def start(problem: LayerProblem, batch: int, target: Target, overlap: Overlap = Overlap.ALL_X) -> Chain:
+    """Where a search starts: the table's config, and cuts that were good at T 1 on an H200."""
+    chain = ruled(problem, batch, target, overlap)
+    return dataclasses.replace(chain, conv=_first_cut(problem, batch, overlap))
+
+
+def _first_cut(problem: LayerProblem, batch: int, overlap: Overlap) -> ConvCut:
+    few = batch <= (FEW if overlap.x_in_step else FEW // 2)
+    vector, threads = (FEW_START if few else MANY_START)[not overlap.x_in_step]
+    return ConvCut(vector if problem.step.tokens <= 8 else min(vector, 4), threads)
+
+
+def starts(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
+    """The chain with x in either kernel, and with everything that starts early as early as it may, or later.
+
+    A conv of other channels is cut as a search's first one.
+    """
+    ways: tuple[tuple[Overlap, tuple[dict[str, bool], ...]], ...]
+    ways = ((Overlap.ALL_X, STARTS), (Overlap.ALL, STARTS))
+    return [_started(problem, batch, chain, kind, how) for kind, every in ways for how in every]
+
+
+def plain_starts(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
+    """The same for calls without the promise that the conv may start early."""
+    kinds = (Overlap.INNER_X, Overlap.INNER) if chain.overlap.x_in_step else (Overlap.INNER, Overlap.INNER_X)
+    return [_started(problem, batch, chain, kind, {"late": late}) for kind in kinds for late in (False, True)]
+
+
+def _started(problem: LayerProblem, batch: int, chain: Chain, kind: Overlap, how: dict[str, bool]) -> Chain:
+    assert chain.conv is not None
+    cut = chain.conv if kind.x_in_step == chain.overlap.x_in_step else _first_cut(problem, batch, kind)
+    how = {"late": False, "soon": False, "ahead": False} | how
+    return dataclasses.replace(chain, overlap=kind, conv=dataclasses.replace(cut, **how), early=False)
+
+
+def moved(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
+    """The chain with the conv of x in the other kernel, all else as it is, and with that conv's first cut.
+
+    It is asked again when all else was found.
+    """
+    assert chain.conv is not None
+    how = {name: getattr(chain.conv, name) for name in STARTS[0]}
+    kind = Overlap.ALL if chain.overlap.x_in_step else Overlap.ALL_X
+    other = _started(problem, batch, chain, kind, how)
+    return [other, dataclasses.replace(other, conv=chain.conv)]
 
 
 def configs(batch: int, chain: Chain) -> list[Chain]:
@@ -76,38 +118,10 @@ def configs(batch: int, chain: Chain) -> list[Chain]:
     return [dataclasses.replace(chain, config=c) for c, least, most in CONFIGS if least <= batch <= most]
 
 
-def carveouts(chain: Chain) -> list[Chain]:
-    """The chain with conv and norm that leave the multiprocessors divided as the step wants them, or do not."""
-    assert chain.conv is not None and chain.norm is not None
-    return [
-        dataclasses.replace(
-            chain,
-            conv=dataclasses.replace(chain.conv, carveout=conv),
-            norm=dataclasses.replace(chain.norm, carveout=norm),
-        )
-        for conv, norm in ((None, None), (CARVEOUT, None), (CARVEOUT, CARVEOUT))
-    ]
-
-
-def late(chain: Chain) -> list[Chain]:
-    """The chain whose step starts as the conv's CTAs end, or before."""
-    assert chain.conv is not None
-    if not chain.overlap.chained:
-        return [chain]
-    return [dataclasses.replace(chain, conv=dataclasses.replace(chain.conv, late=b)) for b in (False, True)]
-
-
-def early(batch: int, chain: Chain) -> list[Chain]:
-    """For few rows: the chain whose step convolves x before its wait, or after."""
-    if batch > FEW or not chain.overlap.x_in_step:
-        return [chain]
-    return [dataclasses.replace(chain, early=b) for b in (False, True)]
-
-
 def convs(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
     """The chain with other cuts of the conv."""
     assert chain.conv is not None
-    cuts = (FEW_CONVS if batch <= FEW else ()) + (MANY_CONVS if batch >= FEW else ())
+    cuts = FEW_CONVS if batch <= FEW else MANY_CONVS
     tokens = problem.step.tokens
     return [
         dataclasses.replace(
@@ -118,46 +132,50 @@ def convs(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
     ]
 
 
-def norms(problem: LayerProblem, chain: Chain) -> list[Chain]:
+def norms(problem: LayerProblem, batch: int, chain: Chain) -> list[Chain]:
     """The chain with other cuts of the norm."""
     assert chain.norm is not None
     return [
         dataclasses.replace(chain, norm=dataclasses.replace(chain.norm, warps=warps, together=together))
-        for warps, together in NORMS
+        for warps, together in (FEW_NORMS if batch < MANY else MANY_NORMS)
         if problem.step.tokens % together == 0
     ]
 
 
-def climb(chain: Chain, steps: Iterable[Callable[[Chain], list[Chain]]], race: Race) -> Chain:
-    """Take the fastest of each step's field in turn, where it gains by more than MARGIN."""
+def climb(
+    chain: Chain, steps: Iterable[Callable[[Chain], list[Chain]]], race: Race, over: Callable[[], bool] = lambda: False
+) -> Chain:
+    """Take the fastest of each step's field in turn, where it gains by more than MARGIN, until time is `over`."""
     for step in steps:
-        times = race(list(dict.fromkeys([chain, *step(chain)])))
-        fastest = min(times, key=times.__getitem__)
-        if times[chain] > (1 + MARGIN) * times[fastest]:
-            chain = fastest
+        field = list(dict.fromkeys([chain, *step(chain)]))
+        if over():
+            break
+        if len(field) > 1:
+            times = race(field)
+            fastest = min(times, key=times.__getitem__)
+            if times[chain] > (1 + MARGIN) * times[fastest]:
+                chain = fastest
     return chain
 
 
-def search(problem: LayerProblem, batch: int, target: Target, race: Race) -> tuple[Chain, Chain]:
+def search(
+    problem: LayerProblem, batch: int, target: Target, race: Race, over: Callable[[], bool] = lambda: False
+) -> tuple[Chain, Chain]:
     """The chains found for calls without and with the promise that the conv may start early."""
-    steps: list[Callable[[Chain], list[Chain]]] = [
-        lambda c: overlaps(problem, batch, c, True),
-        lambda c: early(batch, c),
-        carveouts,
+    promised = climb(start(problem, batch, target), dimensions(problem, batch), race, over)
+    plain = plain_starts(problem, batch, promised)[0]
+    return climb(plain, [lambda c: plain_starts(problem, batch, c)], race, over), promised
+
+
+def dimensions(problem: LayerProblem, batch: int) -> list[Callable[[Chain], list[Chain]]]:
+    """What a search of chains with the promise varies, in this order."""
+    return [
+        lambda c: starts(problem, batch, c),
         lambda c: configs(batch, c),
-        late,
         lambda c: convs(problem, batch, c),
-        lambda c: norms(problem, c),
-        lambda c: overlaps(problem, batch, c, True),
-        lambda c: early(batch, c),
+        lambda c: norms(problem, batch, c),
+        lambda c: moved(problem, batch, c),
     ]
-    promised = climb(ruled(problem, batch, target, Overlap.ALL), steps, race)
-    plain = promised
-    if plain.overlap.first:
-        kind = Overlap.INNER_X if plain.overlap.x_in_step else Overlap.INNER
-        plain = dataclasses.replace(plain, overlap=kind)  # x stays where it is, and `early` with it
-        plain = climb(plain, [lambda c: overlaps(problem, batch, c, False), late, lambda c: configs(batch, c)], race)
-    return plain, promised
 
 
 def recipes(problem: LayerProblem, chain: Chain, batch: int) -> list[compiler.Recipe]:
@@ -179,21 +197,9 @@ def recipes(problem: LayerProblem, chain: Chain, batch: int) -> list[compiler.Re
 
 
 def likely(problem: LayerProblem, batch: int, target: Target) -> list[compiler.Recipe]:
-    """Kernels that a search of this cell is likely to launch; it compiles others when it meets them."""
-    found: dict[compiler.Recipe, None] = {}
-    for kind in Overlap:
-        base = ruled(problem, batch, target, kind)
-        fields = [[base], overlaps(problem, batch, base, True), configs(batch, base)]
-        fields += [early(batch, chain) for chain in configs(batch, base)]
-        if kind.first:
-            for shared in carveouts(base):
-                fields += [[shared], late(shared)]
-                if (
-                    shared.conv is not None
-                    and shared.norm is not None
-                    and (shared.conv.carveout == shared.norm.carveout)
-                ):
-                    fields += [convs(problem, batch, shared), norms(problem, shared)]
-        for chain in (c for field in fields for c in field):
-            found |= dict.fromkeys(recipes(problem, chain, batch))
-    return list(found)
+    """Kernels that a search of this cell may launch: every start, with every config, and with every cut."""
+    first = start(problem, batch, target)
+    field = []
+    for chain in (*starts(problem, batch, first), *plain_starts(problem, batch, first)):
+        field += [chain, *configs(batch, chain), *convs(problem, batch, chain), *norms(problem, batch, chain)]
+    return list(dict.fromkeys(recipe for chain in field for recipe in recipes(problem, chain, batch)))

@@ -67,9 +67,9 @@ def decode_step(
         dt_softplus: whether dt goes through softplus (after dt_bias).
         scratch: (b, T, channels), projected's dtype: memory for what the conv gives the step; None takes some from
             torch's allocator.
-        enable_pdl: promises that the direct predecessor on the stream writes nothing but `projected`, so that the conv
-            may start while it runs. Whether the call's three kernels overlap each other does not depend on it: see
-            `fused.overlap`.
+        enable_pdl: promises that the direct predecessor on the stream, and whatever runs beside it, writes nothing but
+            `projected`, so that the conv, and the step behind it, may start while it runs. Whether the call's three
+            kernels overlap each other does not depend on it: see `fused.overlap`.
         config: forces the step's tile config. No effect on the CPU.
 
     Arithmetic is f32. The conv's outputs and the SSU's are rounded to projected's dtype once each, as they are between

@@ -38,7 +38,10 @@ class Overlap(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConvCut:
-    """How a conv is cut: fields of `ConvShape`; `late` lets the next kernel start only as this one's CTAs end."""
+    """How a conv is cut: fields of `ConvShape`; `late` lets the next kernel start only as this one's CTAs end.
+
+    `soon` and `ahead` are for convs that start early themselves (`Overlap.first`).
+    """
 
     vector: int = 8
     threads: int = 128
@@ -46,6 +49,12 @@ class ConvCut:
     each: int | None = None
     carveout: int | None = None
     late: bool = False
+    soon: bool = False
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.soon and self.late:
+            raise ValueError("soon: got True, expected False of a conv whose successor starts late")
 
     def of(self, shape: ConvShape) -> ConvShape:
         """A conv cut so."""
@@ -56,7 +65,9 @@ class ConvCut:
         """Short and readable: '8 x 128', with what differs from the plain one."""
         more = f", {self.rows} rows" if self.rows > 1 else ""
         more += f", {self.each} each" if self.each else ""
-        return f"{self.vector} x {self.threads}{more}{_carved(self.carveout)}{', late' if self.late else ''}"
+        more += _carved(self.carveout)
+        more += "".join(f", {name}" for name in ("late", "soon", "ahead") if getattr(self, name))
+        return f"{self.vector} x {self.threads}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,15 @@ class Chain:
             raise ValueError(
                 f"early: got True, expected False for {str(self.overlap)!r}: its step has no x to convolve"
             )
+        if self.conv is None or not (self.conv.soon or self.conv.ahead):
+            return
+        if not self.overlap.first:
+            raise ValueError(
+                f"conv: got {self.conv.label()!r}, expected neither soon nor ahead for {str(self.overlap)!r}: the conv "
+                f"does not start early"
+            )
+        if self.conv.soon and self.early:
+            raise ValueError("early: got True, expected False behind a conv with soon: in_proj may still write x")
 
     def label(self) -> str:
         """Short and readable, for logs and tables."""

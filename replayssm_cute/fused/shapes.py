@@ -31,6 +31,9 @@ class ConvShape:
         triggers: whether the next kernel may start before this one ends.
         pdl: whether this one may start before its predecessor ends.
         each: tokens of a thread, a divisor of `tokens`; None: all. Unmeasured: no rule takes fewer.
+        soon: the next kernel may start before this one's wait, and so while its predecessor runs; under PDL alone.
+        ahead: new inputs are brought to L2 before the wait; under PDL alone. In_proj may still be writing them: L2 is
+            where it writes to, so that what the loads after the wait find there is right.
         carveout: percent of a multiprocessor's L1 to be shared memory while the kernel runs; None leaves it to the
             driver. Step kernels ask for 100, and a multiprocessor that has to be divided anew has to be idle first.
     """
@@ -49,9 +52,15 @@ class ConvShape:
     rows: int = 1
     each: int | None = None
     carveout: int | None = None
+    soon: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         _check_carveout(self.carveout)
+        if self.soon and not (self.pdl and self.triggers):
+            raise ValueError("soon: got True, expected False of a conv without PDL, or that lets no kernel start early")
+        if self.ahead and not self.pdl:
+            raise ValueError("ahead: got True, expected False without PDL")
         if self.each is not None and (self.each < 1 or self.tokens % self.each):
             raise ValueError(f"each: got {self.each}, expected a divisor of {self.tokens} tokens or None")
         if self.rows not in (1, 2, 4):

@@ -8,9 +8,11 @@ registers: three from the ring, at rows ring_start + pnat - 3 .. ring_start + pn
 With `each`, tokens are shared out: a thread takes so many in a row, and the inputs before them from where they are.
 Taps and bias are read once for all rows of a thread.
 
-Under PDL what no predecessor writes (slots, cursors, ring, weights) is asked for before the wait. The kernel lets its
-successor start only after its own wait, so that nothing overlaps two kernels ahead: whoever waits for this kernel's end
-knows that its predecessor has ended too.
+Under PDL what no predecessor writes (slots, cursors, ring, weights) is asked for before the wait, and with `ahead` the
+new inputs are brought to L2. The kernel lets its successor start after its own wait, with `soon` before it, so that the
+step's states are asked for while this kernel's predecessor still runs; it writes no more than `projected`, which the
+step reads after its own wait. Every thread waits: whoever waits for this kernel's end knows that its predecessor has
+ended too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from cutlass import Int32, Int64
 
 from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
 from ..shapes import ConvShape
-from .values import TAPS, carved, convolved, load_values, unpack
+from .values import TAPS, bring_to_l2, carved, convolved, load_values, unpack
 
 
 class ConvKernel:
@@ -84,6 +86,10 @@ class ConvKernel:
         if cutlass.const_expr(not shape.pdl):  # all predecessors have ended: nothing has to wait
             self.trigger()
             new = [self.load_new(inputs, r, first, channel) for r in row]
+        if cutlass.const_expr(shape.ahead):  # before the step's states, which fill the memory's queues
+            self.prefetch_new(inputs, row, first, channel)
+        if cutlass.const_expr(shape.soon):
+            self.trigger()
         taps = load_values(weight, shape.weight_dtype, channel * TAPS, TAPS * vector)
         bases = None
         if cutlass.const_expr(bias is not None):
@@ -96,7 +102,8 @@ class ConvKernel:
         old = [self.load_history(conv_cache, safe[i], end[i], first, channel) for i in rows]
         if cutlass.const_expr(shape.pdl):
             cute.arch.griddepcontrol_wait()
-            self.trigger()
+            if cutlass.const_expr(not shape.soon):
+                self.trigger()
             new = [self.load_new(inputs, r, first, channel) for r in row]
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(shape.rows):
@@ -158,12 +165,23 @@ class ConvKernel:
 
     def load_new(self, inputs, row, first, channel):
         """A thread's new tokens of a row; if that is not all of them, three before them first, where there are."""
-        half, chunk = self.shape.vector // 2, self.shape.chunk
+        half = self.shape.vector // 2
+        return [load_words(self.place(inputs, row, t, channel), half) for t in self.wanted_tokens(first)]
+
+    def prefetch_new(self, inputs, rows, first, channel):
+        """Ask for what `load_new` will read, as far as L2."""
+        for row in rows:
+            for t in self.wanted_tokens(first):
+                bring_to_l2(self.place(inputs, row, t, channel))
+
+    def wanted_tokens(self, first):
+        """The new tokens that `load_new` reads."""
+        chunk = self.shape.chunk
         tokens = list(range(chunk))
         if chunk < self.shape.tokens:
             tokens = [cutlass.max(first + (k - (TAPS - 1)), 0) for k in range(TAPS - 1)]
             tokens += [first + t for t in range(chunk)]
-        return [load_words(self.place(inputs, row, t, channel), half) for t in tokens]
+        return tokens
 
     def wrapped(self, ring):
         """A ring row modulo R, for less than 2 R."""

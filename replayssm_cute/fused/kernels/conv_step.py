@@ -7,10 +7,10 @@ bytes that it would have copied: one token's eight channels, from four raw input
     x_t = silu(bias + w_0 u_{t-3} + w_1 u_{t-2} + w_2 u_{t-1} + w_3 u_t)
 
 It asks for them together with the rows of the other rings, once the cursors are known, and convolves after the first
-read-out, when the next state is on its way. Under PDL the inputs that need no cursor, and the taps, are brought to L2
-before the wait, or all of it is done before (`early`): in_proj had ended before the conv of B and C let this kernel
-start, and that conv neither reads nor writes channels of x. The arithmetic and its order are
-those of `conv`, and so are the results.
+read-out, when the next state is on its way. Under PDL the inputs that need no cursor, the taps and dt of the new tokens
+are brought to L2 before the wait. With `early` all of the conv is done before it: then in_proj must have ended before
+the conv of B and C let this kernel start (which is not `soon`); that conv neither reads nor writes channels of x. The
+arithmetic and its order are those of `conv`, and so are the results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RawTokens(Tokens):
 
     @cute.jit
     def prefetch(self, tensors: LayerTensors, entry: Entry, share: Share):
-        """Bring to L2 what the conv reads, less what lies in the ring."""
+        """Bring to L2 what the conv reads, less what lies in the ring, and dt of the same tokens and heads."""
         for index, token, column, wanted in self._pieces(self.spec.problem.tokens, share):
             if wanted:
                 head, p = share.head0 + index, share.rows.cta_p0 + column
@@ -79,6 +79,9 @@ class RawTokens(Tokens):
                 if cutlass.const_expr(tensors.conv_bias is not None):
                     bias = tensors.conv_bias.iterator + cute.assume(channel, divby=PIECE)
                     prefetch(Int64(bias.toint()))
+                if column == 0:
+                    dt = tensors.dt[(entry.new.outer, token, head, None)].iterator
+                    prefetch(Int64(dt.toint()))
 
     @cute.jit
     def ask(self, tensors: LayerTensors, row: Row, share: Share):

@@ -1,9 +1,9 @@
 """The gated RMSNorm: y·silu(z), divided by its root mean square over a group, times a weight; in place of y.
 
 A CTA takes one group of `together` tokens of a row, a thread 16-byte pieces of it that lie `threads` apart; the weights
-are read once for all tokens. Under PDL the gates, the
-weights and the slot, which the step does not write, are asked for while the step still runs. z was written before the
-conv began (see `conv`), so it may be; but through L2. Padding rows keep the zeros that the step gave them.
+are read once for all tokens. Under PDL the gates, the weights and the slot, which the step does not write, are asked
+for while the step still runs. The step lets this kernel start after its own wait for the conv, and so after the end of
+in_proj, which wrote z; z is read through L2. Padding rows keep the zeros that the step gave them.
 """
 
 from __future__ import annotations

@@ -66,6 +66,11 @@ def load_shared_by_all(pointer: cute.Pointer) -> list[Int32]:
     return load_at(Int64(pointer.toint()))
 
 
+def bring_to_l2(pointer: cute.Pointer) -> None:
+    """Ask for the memory at a pointer to be brought to L2."""
+    prefetch(Int64(pointer.toint()))
+
+
 @dsl_user_op
 def load_at(address: Int64, *, loc=None, ip=None) -> list[Int32]:
     """Four words at an address in global memory, straight from L2.
