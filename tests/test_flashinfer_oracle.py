@@ -30,8 +30,8 @@ Step = Callable[[Call], None]
 LIMITS = {
     "out": 3.2e-3,  # 2.02e-3 to 2.78e-3
     # Each row's norm taken as the tensor's rms row at least: where terms cancel, errors have the size of the terms, and
-    # the row's own size says nothing (rows differed by up to 0.28 of that). The sum of both errors: at most 5e-3 of ours
-    # (compare.bounds), and 5.7e-3 of the model. Found: 4.56e-3 to 8.63e-3.
+    # the row's own size says nothing (rows differed by up to 0.28 of that). The sum of both errors: at most 5e-3 of
+    # ours (compare.bounds), and 5.7e-3 of the model. Found: 4.56e-3 to 8.63e-3.
     "out_row": 1.1e-2,
     "dt": 2e-4,  # 7.9e-5 to 1.07e-4: log(1 + e^v) in f32 alone loses 5.9e-5 of e^v at v = -7
 }
