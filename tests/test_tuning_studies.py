@@ -193,7 +193,8 @@ def test_the_page_has_every_time_and_marks_what_misses_its_goal() -> None:
 def test_the_committed_page_is_that_of_its_json() -> None:
     folder = Path(__file__).parent.parent / "reports" / "h200" / "studies"
     data = studies_report.load(folder / "studies.json")
-    assert (folder / "studies.md").read_text() == studies_report.page(data, ["ratios.png", "windows.png"])
+    plots = [name for name in ("ratios.png", "windows.png") if (folder / name).exists()]
+    assert plots and (folder / "studies.md").read_text() == studies_report.page(data, plots)
 
 
 def test_a_tuned_group_takes_the_fastest_config(
