@@ -94,11 +94,12 @@ def test_one_failing_tool_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize, "find_tool", lambda: Path("tool"))
     monkeypatch.setattr(sanitize, "compile_all", lambda chosen: None)
+    monkeypatch.setattr(sanitize, "launch_all", lambda chosen, keep: keep.write_text("kept"))
     ran: list[str] = []
 
     def run(sanitizer: Path, tool: str, launch: list[str], timeout_s: float) -> str | None:
         ran.append(tool)
-        assert launch[2:] == ["--launch", "--only", "ragged"]
+        assert launch[2] == "--launch" and Path(launch[3]).read_text() == "kept" and launch[4:] == ["--only", "ragged"]
         return f"{tool}: 1 found" if tool == "synccheck" else None
 
     monkeypatch.setattr(sanitize, "run_tool", run)
