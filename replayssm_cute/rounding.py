@@ -4,13 +4,14 @@ This is the meaning of it, in plain torch; `kernels/convert.py` holds the instru
 
 **8-bit values** (f8e4m3, i8) carry one f32 scale a row (the N values of a slot, head and row of head_dim): scale =
 amax / 448 or amax / 127 over the row, value = code * scale. A row whose amax is below `TINY` counts as zero: its scale
-is 1. A row with NaN has the scale NaN, and so reads as NaN.
+is 1 and its codes are 0 (rounding what is left of it stochastically would make whole codes of it now and then). A row
+with NaN has the scale NaN, and so reads as NaN.
 
 **Stochastic rounding** goes to one of the two neighbours, to the upper one with the share of the way to it that the
-value has gone: unbiased, to within the number of random bits. The bits come from Philox 4x32 (Salmon et al., 2011,
-"Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter = (group, head, slot, 0), where a
-group is `GROUP` neighbouring elements of a head's state, counted over p * N + n. They depend on nothing else, so that
-no tile config and no batch changes a result. Within a group, words and halves go to elements as PTX's `cvt.rs` takes
+value has gone: unbiased, to within the number of random bits (the mean of an i8 code is 2^-17 low). The bits come from
+Philox 4x32 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter =
+(group, head, slot, 0), where a group is `GROUP` neighbouring elements of a head's state, counted over p * N + n. They
+depend on nothing else, so that no tile config and no batch changes a result. Within a group, words and halves go to elements as PTX's `cvt.rs` takes
 them (f16x2: bits 0..12 and 16..28; bf16x2: the two halves; e4m3x4: each half as it is, and bit-reversed); i8, which has
 no such instruction, takes a half each.
 """
@@ -158,7 +159,8 @@ def encode(
     scale = None
     if kind in dtypes.EIGHT_BIT:
         scale = row_scales(kind, values)
-        values = values.float() * (1.0 / scale)[..., None]
+        inverse = torch.where(values.abs().amax(-1) < TINY, 0.0, 1.0 / scale)
+        values = values.float() * inverse[..., None]
     return (nearest(kind, values) if bits is None else stochastic(kind, values, bits)), scale
 
 

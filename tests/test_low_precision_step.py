@@ -13,7 +13,7 @@ from simulated_cases import BASE, every_pnat_call, example_call
 from simulator.launch import Run
 from simulator.source import KERNELS, Source
 
-from replayssm_cute import compare, ring
+from replayssm_cute import compare, ring, rounding
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
@@ -131,6 +131,24 @@ def test_rows_of_zeros_and_rows_with_nan() -> None:
     assert call.state_scale[slot, 0, 0] == 1.0 and not call.state[slot, 0, 0].any()
     assert call.state_scale[slot, 0, 1].isnan() and call.out[3, :, 0, 1].isnan().all()
     assert not call.state_scale[slot, 0, 2:].isnan().any() and not call.out[3, :, 0, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("slip", [None, ("rewrite", "most < TINY, Float32(0.0), Float32", "most < 0.0, 0.0, Float32")])
+def test_rows_that_vanish_stay_zero_under_stochastic_rounding(slip: tuple[str, str, str] | None) -> None:
+    """A value below zero, however small, would become -1 of scale 1 where its 16 random bits are zeros."""
+    problem, config = CASES["i8, stochastic"]
+    call, _ = example_call(problem)
+    assert call.state_scale is not None and call.state_batch_indices is not None and call.rand_seed is not None
+    slot = int(call.state_batch_indices[3])  # a row that flushes
+    call.x_cache[slot, 0] = 0.0
+    call.state_scale[slot, 0], call.state[slot, 0] = 1e-35, -1
+    where, size = torch.tensor([slot]), problem.head_dim * problem.d_state
+    for seed in range(1000):
+        call.rand_seed.fill_(seed)
+        if not rounding.random_bits("i8", call.rand_seed, where, 1, size, 10).all():
+            break
+    Run(problem, config, call, *([] if slip is None else [Source(slip)]))
+    assert (call.state_scale[slot, 0] == 1.0).all() and bool(call.state[slot, 0].any()) == (slip is not None)
 
 
 # (module, its text, what it becomes, case): each must be seen in numbers or counts.

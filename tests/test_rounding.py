@@ -148,6 +148,14 @@ def test_rows_have_scales_of_their_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", dtypes.EIGHT_BIT)
+def test_rows_that_count_as_zero_have_zero_codes_whatever_the_bits(kind: str) -> None:
+    values = torch.full((1, 64), -1e-35)
+    for bits in (0, 0xFFFF):
+        codes, scale = rounding.encode(kind, values, torch.full((1, 64), bits))
+        assert scale == 1 and not codes.float().any()
+
+
+@pytest.mark.parametrize("kind", dtypes.EIGHT_BIT)
 def test_nan_stays_nan_in_its_row_alone(kind: str) -> None:
     values = torch.ones(2, 64)
     values[1, 5] = float("nan")

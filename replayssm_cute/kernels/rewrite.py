@@ -99,7 +99,7 @@ class Rewrite:
                 row_scale = Float32(cutlass.select_(most < TINY, Float32(1.0), most / Float32(LIMIT[self.kind])))
                 if t == 0:
                     scale[slot, head, p0 + 8 * side + g] = row_scale
-                inverse.append(Float32(1.0) / row_scale)
+                inverse.append(Float32(cutlass.select_(most < TINY, Float32(0.0), Float32(1.0) / row_scale)))
             for number in cutlass.range(self.blocks, unroll=1):
                 coded_block = Block(slot, head, p, number, t)
                 coded = [[[] for _ in range(2)] for _ in range(2)]
