@@ -9,11 +9,11 @@ with NaN has the scale NaN, and so reads as NaN.
 
 **Stochastic rounding** goes to one of the two neighbours, to the upper one with the share of the way to it that the
 value has gone: unbiased, to within the number of random bits (the mean of an i8 code is 2^-17 low). The bits come from
-Philox 4x32 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter =
-(group, head, slot, 0), where a group is `GROUP` neighbouring elements of a head's state, counted over p * N + n. They
-depend on nothing else, so that no tile config and no batch changes a result. Within a group, words and halves go to elements as PTX's `cvt.rs` takes
-them (f16x2: bits 0..12 and 16..28; bf16x2: the two halves; e4m3x4: each half as it is, and bit-reversed); i8, which has
-no such instruction, takes a half each.
+Philox 4x32 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the seed's two halves, counter
+= (group, head, slot, 0), where a group is `GROUP` neighbouring elements of a head's state, counted over p * N + n.
+They depend on nothing else, so that no tile config and no batch changes a result. Within a group, words and halves go
+to elements as PTX's `cvt.rs` takes them (f16x2: bits 0..12 and 16..28; bf16x2: the two halves; e4m3x4: each half as it
+is, and bit-reversed); i8, which has no such instruction, takes a half each.
 """
 
 from __future__ import annotations
