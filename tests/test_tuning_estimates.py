@@ -256,6 +256,32 @@ def test_estimates_of_other_kernels_are_refused_and_replaced(
     assert tables.read(path).manifest.kernel_fingerprint == fingerprint.kernels()
 
 
+def test_a_rerun_removes_its_own_stale_tables_alone(fake: Compiler, tmp_path: Path) -> None:
+    """Measured tables, other GPUs' and what is no table at all are somebody else's, whatever the kernels."""
+    folder = tmp_path / "t"
+    (path, *_) = make(tmp_path, folder, "b200")
+    read = tables.read(path)
+
+    def put(name: str, **change: object) -> None:
+        made = dataclasses.replace(read.manifest, kernel_fingerprint="0" * 64, **change)  # type: ignore[arg-type]
+        tables.write(path.with_name(name), Table(made, read.entries))
+
+    put("stale.json")
+    put("measured.json", provenance="measured")
+    put("other-gpu.json", gpu_name=B300.name, arch=B300.arch)
+    for name, text in (("notes.json", "{}"), ("half.json", path.read_text()[:-9]), ("empty.json", "")):
+        path.with_name(name).write_text(text)
+    (folder / "measured.json").write_text("{}")
+    path.with_name("folder.json").mkdir()
+    before = {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}
+    make(tmp_path, folder, "b200")
+    after = {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}
+    assert before.keys() - after.keys() == {"stale.json"}
+    mine = {p.name for p in path.parent.glob("small-*.json")}
+    assert len(mine) == 2 and all(after[name] == before[name] for name in after.keys() - mine)
+    assert (folder / "measured.json").exists() and path.with_name("folder.json").is_dir()
+
+
 # ---- the shipped ones ------------------------------------------------------------------------------
 
 

@@ -160,8 +160,8 @@ def make(
 ) -> list[Path]:
     """Make tables, and the pages of their GPUs.
 
-    What else lies in a GPU's folder stays, unless other kernels made it. A rerun finds in the disk cache what was
-    compiled.
+    What else lies in a GPU's folder stays, unless it is an estimated table of that GPU and of other kernels. A rerun
+    finds in the disk cache what was compiled.
 
     Args:
         folder: of the tables; they go into a folder for each GPU.
@@ -202,11 +202,11 @@ def make(
 
 
 def draw(folder: Path, pages: Path, gpus: Sequence[str] | Mapping[str, None]) -> list[Path]:
-    """Write the page of each GPU that has tables in `folder`; returns their paths."""
+    """Write the page of each GPU that has estimated tables in `folder`; returns their paths."""
     found = []
     for gpu in gpus:
         target = targets.named(gpu)
-        read = [tables.read(p) for p in sorted((folder / tables.slug(target.name)).glob("*.json"))]
+        read = [table for _, table in _estimated(folder, target)]
         if read:
             found.append(pages / page_name(target))
             atomic.write_text(found[-1], page(target, read))
@@ -332,15 +332,21 @@ def _short(cell: tables.Cell) -> tables.Cell:
     )
 
 
+def _estimated(folder: Path, target: Target) -> list[tuple[Path, tables.Table]]:
+    """The estimated tables in a GPU's folder, of whatever kernels; other files there are somebody else's.
+
+    What is no table costs a log line.
+    """
+    read = [(path, tables.load(path)) for path in sorted((folder / tables.slug(target.name)).glob("*.json"))]
+    return [(path, t) for path, t in read if t is not None and t.manifest.provenance == "estimated"]
+
+
 def _drop_stale(folder: Path, of: Sequence[Target], console: Console) -> None:
-    """Remove tables that no kernel of today can be served with."""
+    """Remove the estimated tables of these GPUs that are of other kernels, and nothing else."""
     for target in of:
-        for path in sorted((folder / tables.slug(target.name)).glob("*.json")):
-            try:
-                why = tables.read(path).manifest.unusable_reason(target)
-            except tables.TableError as e:
-                why = str(e)
-            if why:
+        for path, table in _estimated(folder, target):
+            m = table.manifest
+            if (m.gpu_name, m.arch) == (target.name, target.arch) and (why := m.unusable_reason(target)):
                 path.unlink()
                 console.print(f"{path} is removed: {why}", highlight=False, soft_wrap=True)
 
@@ -375,7 +381,7 @@ def complaints(folder: Path, pages: Path, expected: Sequence[Job]) -> list[str]:
                     found.append(f"{path}: {problem.label()}, batch {c.batch}: {why}")
     for gpu in dict.fromkeys(j.gpu for j in expected):
         target = targets.named(gpu)
-        read_all = [t for p in sorted((folder / tables.slug(target.name)).glob("*.json")) if (t := tables.load(p))]
+        read_all = [table for _, table in _estimated(folder, target)]
         path = pages / page_name(target)
         if not path.is_file() or path.read_text(encoding="utf-8") != page(target, read_all):
             found.append(f"{path}: it is not what the tables make")
