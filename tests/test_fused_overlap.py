@@ -80,8 +80,8 @@ def test_the_users_tables_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"kernel_fingerprint": "0" * 64}, "its step kernels' fingerprint 000000000000 is stale"),
         ({"layer_kernel_fingerprint": "0" * 64}, "its fused kernels' fingerprint 000000000000 is stale"),
         ({"schema": 2}, "its schema is 2"),
-        ({"entries": [{"problem": {}, "buckets": []}]}, "it is no table of overlaps"),
-        ({"entries": 3}, "it is no table of overlaps"),
+        ({"entries": [{"problem": {}, "buckets": []}]}, "entry: Problem.__init__() missing 6 required"),
+        ({"entries": 3}, "entries: got int, expected a list"),
     ],
 )
 def test_what_is_no_table_for_this_gpu_is_left_out_with_a_line(

@@ -53,6 +53,8 @@ class ConvCut:
     ahead: bool = False
 
     def __post_init__(self) -> None:
+        _check_ints("conv", self, ("vector", "threads", "rows"), ("each", "carveout"))
+        _check_bools("conv", self, ("late", "soon", "ahead"))
         if self.soon and self.late:
             raise ValueError("soon: got True, expected False of a conv whose successor starts late")
 
@@ -78,6 +80,9 @@ class NormCut:
     together: int = 1
     carveout: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_ints("norm", self, ("warps", "together"), ("carveout",))
+
     def of(self, shape: NormShape) -> NormShape:
         """A norm cut so."""
         return dataclasses.replace(shape, **dataclasses.asdict(self))
@@ -86,6 +91,20 @@ class NormCut:
         """Short and readable: '4 warps', with what differs from the plain one."""
         more = f", {self.together} tokens" if self.together > 1 else ""
         return f"{self.warps} warps{more}{_carved(self.carveout)}"
+
+
+def _check_ints(what: str, cut: object, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    """Refuse what is no int; its range is for the shape that is cut so (`of`)."""
+    for name in (*names, *optional):
+        value = getattr(cut, name)
+        if type(value) is not int and not (name in optional and value is None):
+            raise TypeError(f"{what}: {name} is {value!r}, expected an int{' or None' if name in optional else ''}")
+
+
+def _check_bools(what: str, of: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        if type(value := getattr(of, name)) is not bool:
+            raise TypeError(f"{what}: {name} is {value!r}, expected a bool")
 
 
 def _carved(carveout: int | None) -> str:
@@ -110,6 +129,7 @@ class Chain:
     early: bool = False
 
     def __post_init__(self) -> None:
+        _check_bools("chain", self, ("early",))
         if self.early and not self.overlap.x_in_step:
             raise ValueError(
                 f"early: got True, expected False for {str(self.overlap)!r}: its step has no x to convolve"
@@ -145,7 +165,7 @@ class Chain:
             ValueError, TypeError: for unknown fields or values.
         """
         kinds: dict[str, Any] = {"config": TileConfig, "conv": ConvCut, "norm": NormCut}
-        made = {n: None if data.get(n) is None else kind(**data[n]) for n, kind in kinds.items()}
         if unknown := set(data) - {"overlap", "early", *kinds}:
             raise ValueError(f"chain: unknown fields {sorted(unknown)}")
-        return cls(Overlap(data["overlap"]), **made, early=bool(data.get("early", False)))
+        made = {n: None if data.get(n) is None else kind(**data[n]) for n, kind in kinds.items()}
+        return cls(Overlap(data["overlap"]), **made, early=data.get("early", False))

@@ -10,7 +10,6 @@ Shipped ones lie in `tables/overlap`; those that REPLAYSSM_LAYER_TABLES names (s
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -20,9 +19,12 @@ from typing import Any
 
 from .. import fingerprint, tables
 from ..problem import Problem
+from ..tables.fields import TableError, batch_size, counts, fields_of, list_of, number, read_json, short, text
 from ..tables.lookup import _answering
 from ..target import Target
 from .chains import Chain, Overlap
+from .problem import LayerProblem
+from .shapes import conv_shape, norm_shape
 
 log = logging.getLogger("replayssm_cute")
 
@@ -67,6 +69,9 @@ class OverlapTable:
         gpu_name, arch: as `Target` has them.
         kernel_fingerprint, layer_kernel_fingerprint: of the step's kernels, and of the conv's and the norm's.
         entries: of a problem's `_SAME` fields, cells by batch, in ascending order.
+
+    What a search found can run: its cuts are those of a conv and a norm of the entry's layer; `unusable_reason` says
+    whether its step's config runs on a GPU.
     """
 
     gpu_name: str
@@ -82,6 +87,13 @@ class OverlapTable:
         for group, own in (("step", self.kernel_fingerprint), ("fused", self.layer_kernel_fingerprint)):
             if own != fingerprint.kernels(group):
                 return f"its {group} kernels' fingerprint {own[:12]} is stale, now {fingerprint.kernels(group)[:12]}"
+        for key, cells in self.entries.items():
+            for batch, cell in cells.items():
+                for chain in (cell.plain, cell.promised):
+                    if chain is None or chain.config is None:
+                        continue
+                    if reason := chain.config.invalid_reason(_layer(key).step, target):
+                        return f"{_layer(key).step.label()}, batch {batch}: {chain.config.label()}: {reason}"
         return None
 
     def cell(self, problem: Problem, batch: int) -> Cell | None:
@@ -97,42 +109,89 @@ def key_of(problem: Problem) -> Key:
     return tuple(getattr(problem, name) for name in _SAME)
 
 
+def _layer(key: Key) -> LayerProblem:
+    """A layer of these facts. Dtypes of its weights and groups of its norm decide nothing about what can run.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: if `decode_step` serves no such layer.
+    """
+    facts = dict(zip(_SAME, key, strict=True))
+    return LayerProblem(Problem(**facts, dt_dtype=facts["io_dtype"]), facts["io_dtype"], None, facts["io_dtype"], 1)
+
+
 def read(path: Path) -> OverlapTable:
     """The table in a JSON file: the attributes of `OverlapTable`, entries as a list of {problem, buckets: [{batch,
     times_us, chains}]}, and "schema". `chains`, which may be absent, holds `Chain.to_json` as "plain" and "promised".
 
     Raises:
-        tables.TableError: if it cannot be read or is no such table.
+        tables.TableError: if it cannot be read or is no such table; the message is one line.
     """
+    data = read_json(Path(path))
+    if not isinstance(data, dict):
+        raise TableError(f"got {type(data).__name__}, expected an object")
+    if data.get("schema") != SCHEMA:
+        raise TableError(f"its schema is {short(data.get('schema'))}, this version reads {SCHEMA}")
+    names = ("gpu_name", "arch", "kernel_fingerprint", "layer_kernel_fingerprint")
+    whole = fields_of("table", data, known := ("schema", *names, "entries"), known)
+    entries: dict[Key, Mapping[int, Cell]] = {}
+    for one in list_of("entries", whole["entries"]):
+        entry = fields_of("entry", one, ("problem", "buckets"), ("problem", "buckets"))
+        given = fields_of("problem", entry["problem"], entry["problem"], ())
+        counts("problem", given)
+        try:
+            key = key_of(Problem.from_json(given))
+            layer = _layer(key)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise TableError(f"entry: {error}") from error
+        if key in entries:
+            raise TableError(f"{layer.step.label()}: two entries for one geometry")
+        entries[key] = _cells(layer, list_of("buckets", entry["buckets"]))
+    return OverlapTable(**{n: text(n, whole[n]) for n in names}, entries=entries)
+
+
+def _cells(layer: LayerProblem, buckets: list[Any]) -> dict[int, Cell]:
+    found: dict[int, Cell] = {}
+    for one in buckets:
+        bucket = fields_of("bucket", one, ("batch", "times_us", "chains"), ("batch", "times_us"))
+        batch = batch_size("bucket", bucket["batch"])
+        if batch in found:
+            raise TableError(f"batch {batch}: two buckets")
+        given = fields_of(f"batch {batch}: times_us", bucket["times_us"], map(str, Overlap), map(str, REQUIRED))
+        times = {Overlap(kind): _time(f"batch {batch}: {kind}", us) for kind, us in given.items()}
+        chains = fields_of(f"batch {batch}: chains", bucket.get("chains", {}), ("plain", "promised"), ())
+        made = {name: _chain(layer, batch, name, chain) for name, chain in chains.items()}
+        found[batch] = Cell(times, **made)
+    return dict(sorted(found.items()))
+
+
+def _time(name: str, value: object) -> float:
+    us = number(name, value)
+    if us is None or not 0 < us < 1e9:
+        raise TableError(f"{name}: got {short(value)}, expected microseconds, more than 0 and less than 1e9")
+    return us
+
+
+def _chain(layer: LayerProblem, batch: int, name: str, data: object) -> Chain:
+    """A chain that can run, but for its config, which is a GPU's affair."""
+    where = f"batch {batch}: chain {name}"
+    given = fields_of(where, data, data if isinstance(data, dict) else (), ("overlap",))
+    for part in ("config", "conv", "norm"):
+        if (values := given.get(part)) is not None:
+            counts(f"{where}: {part}", fields_of(f"{where}: {part}", values, values, ()))
     try:
-        data = json.loads(path.read_bytes())
-        if data["schema"] != SCHEMA:
-            raise tables.TableError(f"its schema is {data['schema']!r}, this version reads {SCHEMA}")
-        entries = {key_of(Problem.from_json(e["problem"])): _cells(e["buckets"]) for e in data["entries"]}
-        names = ("gpu_name", "arch", "kernel_fingerprint", "layer_kernel_fingerprint")
-        return OverlapTable(**{n: str(data[n]) for n in names}, entries=entries)
-    except tables.TableError:
+        chain = Chain.from_json(given)
+        kind = chain.overlap
+        if name == "plain" and kind.first:
+            raise TableError(f"got {chain.label()!r} for calls without a promise, whose conv may not start early")
+        if chain.conv is not None:
+            chain.conv.of(conv_shape(layer, batch, chained=kind.chained, pdl=kind.first, with_x=not kind.x_in_step))
+        if chain.norm is not None:
+            chain.norm.of(norm_shape(layer, chained=kind.chained))
+    except TableError:
         raise
-    except OSError as error:
-        raise tables.TableError(f"it cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, RecursionError) as error:
-        raise tables.TableError(f"it is no table of overlaps ({error!r})") from error
-
-
-def _cells(buckets: list[dict[str, Any]]) -> dict[int, Cell]:
-    found = {}
-    for bucket in sorted(buckets, key=lambda b: b["batch"]):
-        given = bucket["times_us"]
-        times = {kind: float(given[kind]) for kind in Overlap if kind in REQUIRED or kind in given}
-        if type(bucket["batch"]) is not int or bucket["batch"] < 1 or not all(0 < t < 1e9 for t in times.values()):
-            raise tables.TableError(f"got a bucket {bucket}, expected a positive batch and positive times")
-        chains = {name: Chain.from_json(chain) for name, chain in bucket.get("chains", {}).items()}
-        if (plain := chains.get("plain")) is not None and plain.overlap.first:
-            raise tables.TableError(
-                f"got {plain.label()!r} for calls without a promise, whose conv may not start early"
-            )
-        found[bucket["batch"]] = Cell(times, **chains)
-    return found
+    except (ValueError, TypeError) as error:
+        raise TableError(f"{where}: {error}") from error
+    return chain
 
 
 @functools.cache
@@ -144,7 +203,7 @@ def _usable(target: Target) -> tuple[OverlapTable, ...]:
         try:
             table = read(path)
             reason = table.unusable_reason(target)
-        except tables.TableError as error:
+        except TableError as error:
             reason, table = str(error), None
         if reason is None and table is not None:
             found.append(table)

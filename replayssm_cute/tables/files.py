@@ -11,11 +11,11 @@ from pathlib import Path
 import filelock
 
 from .. import atomic
-from .schema import Table, TableError, merge
+from .fields import TableError, read_json
+from .schema import Table, merge
 
 log = logging.getLogger("replayssm_cute")
 
-MAX_BYTES = 32 << 20  # a table is some hundred KB; a larger file is none
 _LOCK_SECONDS = 60.0
 ESTIMATED = "estimated"  # named in place of a file: the estimated tables that the package brings for the GPU at hand
 
@@ -26,19 +26,7 @@ def read(path: Path | str) -> Table:
     Raises:
         TableError: if it cannot be read or is no table of this schema; the message says why, not where.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise TableError(f"it is larger than {MAX_BYTES} bytes")
-        return Table.from_json(json.loads(data))
-    except TableError:
-        raise
-    except OSError as error:
-        raise TableError(f"it cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise TableError(f"it is no JSON ({error})") from error
+    return Table.from_json(read_json(Path(path)))
 
 
 def load(path: Path | str) -> Table | None:

@@ -16,7 +16,8 @@ from ..config import TileConfig, default_config
 from ..problem import Problem
 from ..target import Target
 from . import files
-from .schema import Cell, Table, TableError
+from .fields import TableError
+from .schema import Cell, Table
 
 log = logging.getLogger("replayssm_cute")
 
@@ -97,10 +98,10 @@ class Tables:
         within the shipped ones.
 
         Raises:
-            TypeError: if `paths` is one path instead of a list.
+            TypeError: if `paths` is no list of paths, such as one path.
         """
-        if isinstance(paths, (str, Path)):
-            raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+        if paths is not None:
+            _check_paths(paths)
         named = list(files.user_paths() if paths is None else paths)
         user = [path for path in named if str(path) != files.ESTIMATED]
         shipped = files.shipped()
@@ -290,13 +291,21 @@ def use(paths: Sequence[Path | str] | None) -> None:
     As there, "estimated" stands for the estimated tables that the package brings for the GPU at hand.
 
     Raises:
-        TypeError: if `paths` is one path instead of a list.
+        TypeError: if `paths` is no list of paths, such as one path.
     """
     global _paths
-    if isinstance(paths, (str, Path)):
-        raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+    if paths is not None:
+        _check_paths(paths)
     _paths = None if paths is None else tuple(paths)
     forget()
+
+
+def _check_paths(paths: object) -> None:
+    if not isinstance(paths, Sequence) or isinstance(paths, (str, bytes)):
+        raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+    for path in paths:
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"paths: got {type(path).__name__} in the list, expected paths as str or Path")
 
 
 def choose(problem: Problem, batch: int, target: Target) -> Choice:

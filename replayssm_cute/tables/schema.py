@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,48 +11,11 @@ from .. import fingerprint
 from ..config import TileConfig
 from ..problem import Problem
 from ..target import Target
+from .fields import TableError, batch_size, counts, fields_of, list_of, number, short, text
 
 SCHEMA = 1
-_INT32 = 1 << 31
 PROVENANCES = ("measured", "estimated")
 _PLAIN = TileConfig().to_json()  # fields of a config that are not written: tables are of one version of `config`
-
-
-class TableError(ValueError):
-    """A table that must not be used, and why."""
-
-
-def _number(name: str, value: object, *, optional: bool = False) -> float | None:
-    if value is None and optional:
-        return None
-    try:
-        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
-            return float(value)
-    except OverflowError:  # JSON has integers that are no floats
-        pass
-    raise TableError(f"{name}: got {_short(value)}, expected a finite number >= 0{' or null' if optional else ''}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def _counts(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse integers that no kernel argument holds."""
-    for key, value in values.items():
-        if isinstance(value, int) and abs(value) >= _INT32:
-            raise TableError(f"{name}: {key} is {_short(value)}, expected less than 2^31")
-
-
-def _object(name: str, value: object, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TableError(f"{name}: got {type(value).__name__}, expected an object")
-    if missing := [k for k in required if k not in value]:
-        raise TableError(f"{name}: fields {missing} are missing")
-    if unknown := sorted(set(value) - set(known)):
-        raise TableError(f"{name}: unknown fields {unknown}")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +46,15 @@ class Manifest:
 
     def __post_init__(self) -> None:
         for name in ("gpu_name", "arch", "provenance", "kernel_fingerprint", "date", "driver"):
-            if not isinstance(getattr(self, name), str):
-                raise TableError(f"manifest: {name} is {getattr(self, name)!r}, expected a str")
+            text(f"manifest: {name}", getattr(self, name))
+        counts("manifest", {"sms": self.sms})
         if not isinstance(self.sms, int) or isinstance(self.sms, bool) or self.sms < 1:
-            raise TableError(f"manifest: sms is {self.sms!r}, expected a positive int")
+            raise TableError(f"manifest: sms is {short(self.sms)}, expected a positive int")
         if self.provenance not in PROVENANCES:
             raise TableError(f"manifest: provenance is {self.provenance!r}, expected one of {PROVENANCES}")
         for name in ("versions", "policy", "acceptance"):
             if not isinstance(getattr(self, name), dict):
-                raise TableError(f"manifest: {name} is {getattr(self, name)!r}, expected an object")
+                raise TableError(f"manifest: {name} is {short(getattr(self, name))}, expected an object")
 
     def unusable_reason(self, target: Target) -> str | None:
         """Why a table with this manifest must not serve `target` with today's kernels, or None if it may."""
@@ -121,7 +83,7 @@ class Manifest:
             TableError: for missing, unknown or mistyped fields.
         """
         names = [f.name for f in dataclasses.fields(cls)]
-        return cls(**_object("manifest", data, names, names))
+        return cls(**fields_of("manifest", data, names, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +151,13 @@ class Cell:
             "peers": {},
         }
         names = [f.name for f in dataclasses.fields(cls)]
-        cell = absent | _object("bucket", data, names, [n for n in names if n not in absent])
-        batch = cell["batch"]
-        _counts("bucket", {"batch": batch})
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise TableError(f"bucket: batch is {batch!r}, expected a positive int")
+        cell = absent | fields_of("bucket", data, names, [n for n in names if n not in absent])
+        batch = batch_size("bucket", cell["batch"])
         try:
             for name in ("config", "runner_up"):
                 if not isinstance(cell[name], dict) and not (name == "runner_up" and cell[name] is None):
-                    raise TableError(f"bucket {batch}: {name} is {_short(cell[name])}, expected an object")
-                _counts(f"bucket {batch}: {name}", cell[name] or {})
+                    raise TableError(f"bucket {batch}: {name} is {short(cell[name])}, expected an object")
+                counts(f"bucket {batch}: {name}", cell[name] or {})
             config = TileConfig.from_json(cell["config"])
             runner_up = None if cell["runner_up"] is None else TileConfig.from_json(cell["runner_up"])
         except TableError:
@@ -206,12 +165,12 @@ class Cell:
         except (ValueError, TypeError) as error:
             raise TableError(f"bucket {batch}: {error}") from error
         if not isinstance(cell["peers"], dict):
-            raise TableError(f"bucket {batch}: peers is {cell['peers']!r}, expected an object")
-        measured = {n: _number(f"bucket {batch}: {n}", cell[n]) for n in ("time_us", "bytes", "gb_s", "limit_fraction")}
+            raise TableError(f"bucket {batch}: peers is {short(cell['peers'])}, expected an object")
+        measured = {n: number(f"bucket {batch}: {n}", cell[n]) for n in ("time_us", "bytes", "gb_s", "limit_fraction")}
         optional = {
-            n: _number(f"bucket {batch}: {n}", cell[n], optional=True) for n in ("runner_up_us", "margin", "default_us")
+            n: number(f"bucket {batch}: {n}", cell[n], optional=True) for n in ("runner_up_us", "margin", "default_us")
         }
-        peers = {str(k): _number(f"bucket {batch}: peer {k}", v) for k, v in cell["peers"].items()}
+        peers = {str(k): number(f"bucket {batch}: peer {k}", v) for k, v in cell["peers"].items()}
         return cls(batch=batch, config=config, runner_up=runner_up, peers=peers, **measured, **optional)  # type: ignore[arg-type]
 
 
@@ -247,17 +206,15 @@ class Table:
         if not isinstance(data, dict):
             raise TableError(f"got {type(data).__name__}, expected an object")
         if data.get("schema") != SCHEMA:
-            raise TableError(f"its schema is {data.get('schema')!r}, this version reads {SCHEMA}")
+            raise TableError(f"its schema is {short(data.get('schema'))}, this version reads {SCHEMA}")
         names = ("schema", "manifest", "entries")
-        table = _object("table", data, names, names)
-        if not isinstance(table["entries"], list):
-            raise TableError("entries: expected a list")
+        table = fields_of("table", data, names, names)
         entries: dict[Problem, tuple[Cell, ...]] = {}
-        for one in table["entries"]:
-            entry = _object("entry", one, ("problem", "buckets"), ("problem", "buckets"))
+        for one in list_of("entries", table["entries"]):
+            entry = fields_of("entry", one, ("problem", "buckets"), ("problem", "buckets"))
             if not isinstance(entry["problem"], dict) or not isinstance(entry["buckets"], list):
                 raise TableError("entry: expected an object for problem and a list for buckets")
-            _counts("entry: problem", entry["problem"])
+            counts("entry: problem", entry["problem"])
             try:
                 problem = Problem.from_json(entry["problem"])
             except (ValueError, TypeError, NotImplementedError) as error:
