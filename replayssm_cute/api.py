@@ -99,9 +99,12 @@ def checkpointing_ssu(
     rows do. The total may be another in every call. `commit` takes the lengths.
 
     Slots may be strided views into a page pool. Rows (the last dimension) are contiguous; rows of state, x_cache,
-    B_cache, x, B, C, z and out start at multiples of 16 bytes. CPU tensors run the reference. REPLAYSSM_CHECK=1
-    also checks slots, cursors and cu_seqlens on CUDA, which synchronizes; not while a graph is captured. Under
-    torch.compile the call becomes one node, the operator `replayssm_cute::checkpointing_ssu`.
+    B_cache, x, B, C, z and out start at multiples of 16 bytes. What is written (state, the caches, state_scale,
+    state_copy, out) shares no memory with another argument; views that interleave, as a pool's do, share none. This is
+    checked on CUDA when a call with such shapes, strides and dtypes comes for the first time, and by `prepare` and
+    `Plan.bind`. CPU tensors run the reference. REPLAYSSM_CHECK=1 checks it in every call on CUDA, and also slots,
+    cursors and cu_seqlens, which synchronizes; not while a graph is captured. Under torch.compile the call becomes one
+    node, the operator `replayssm_cute::checkpointing_ssu`.
 
     NaN and Inf outside the live rows change nothing. In a new token's x they reach the outputs of that row, head and
     column of P for earlier tokens of the same call too, since a kernel multiplies all tokens at once.
@@ -111,8 +114,8 @@ def checkpointing_ssu(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a wrong rank, shape, device, stride, alignment or value, cu_seqlens or max_seqlen without the
-            other, or a config that cannot run here.
+        ValueError: a wrong rank, shape, device, stride, alignment or value, shared memory, cu_seqlens or max_seqlen
+            without the other, or a config that cannot run here.
         NotImplementedError: what is not served yet.
         RuntimeError: no kernels for this GPU, none that passed its self-check on it, or a kernel that is not ready
             during a graph capture.

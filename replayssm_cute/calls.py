@@ -67,13 +67,17 @@ class Call:
         """As keyword arguments."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors among its arguments, by name."""
+        return {k: v for k, v in self.kwargs().items() if isinstance(v, torch.Tensor)}
+
     def clone(self) -> Call:
         """A deep copy that keeps every tensor's strides (stride-0 views stay views)."""
         return self.to(None)
 
     def to(self, device: torch.device | str | None) -> Call:
         """The same call on another device (None: a copy on its own), strides kept."""
-        copies: dict[str, Any] = {k: _clone(v, device) for k, v in self.kwargs().items() if isinstance(v, torch.Tensor)}
+        copies: dict[str, Any] = {k: _clone(v, device) for k, v in self.tensors().items()}
         return dataclasses.replace(self, **copies)
 
 

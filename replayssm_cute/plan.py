@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import calls, compiler, dtypes, packing, rounding, selfcheck, sm100, tables
+from . import aliasing, calls, compiler, dtypes, packing, rounding, selfcheck, sm100, tables
 from .config import TileConfig
 from .problem import Problem, check_seed, from_tensors, packed_wide
 from .target import Target, of_device
@@ -92,8 +92,9 @@ class Plan:
         the alignment of its address, and that optional ones are given or None as prepared.
 
         The caller's promise, checked by `checkpointing_ssu` and here on the CPU alone: the strides that the problem
-        leaves open (over slots, batch rows and tokens) are the prepared ones; without state_batch_indices there are
-        at least as many slots as rows; pad_slot_id is an int of 64 bits; slots and cursors are in range. With
+        leaves open (over slots, batch rows and tokens) are the prepared ones; what is written shares no memory with
+        other arguments; without state_batch_indices there are at least as many slots as rows; pad_slot_id is an int of
+        64 bits; slots and cursors are in range. With
         cu_seqlens also: it has one entry more than state_batch_indices, its lengths are in range, and the packed tokens
         reach less than 2^30 elements. Another batch size, or total of packed tokens, is right, but runs the config that
         was chosen for the prepared one.
@@ -409,9 +410,10 @@ def _find(
 
 
 def checked_problem(call: calls.Call, enable_pdl: bool) -> Problem:
-    """`problem_of` a call, after every check of it, that of the padding slot's id too."""
+    """`problem_of` a call, after every check of it: also of the padding slot's id, and of who shares whose memory."""
     problem = problem_of(call, enable_pdl)
     check_pad_slot_id(call.pad_slot_id)
+    aliasing.check(call.tensors(), calls.MAY_BE_WRITTEN)
     return problem
 
 

@@ -74,10 +74,11 @@ def decode_step(
 
     Arithmetic is f32. The conv's outputs and the SSU's are rounded to projected's dtype once each, as they are between
     the kernels that this call stands for, and the norm's result is rounded once, after its weight. The cursors are
-    read; `commit` moves them as it does for `checkpointing_ssu`. CPU tensors run the reference. REPLAYSSM_CHECK=1 also
-    checks slots and cursors on CUDA, which synchronizes; not while a graph is captured. The first call of a problem
-    compiles or loads its kernels and checks their numbers, and so belongs before a graph capture; `warmup` does so too.
-    Under torch.compile the call becomes one node, the operator `replayssm_cute::decode_step`.
+    read; `commit` moves them as it does for `checkpointing_ssu`. What is written (state, the caches, out, scratch)
+    shares no memory with another argument, which is checked as there. CPU tensors run the reference. REPLAYSSM_CHECK=1
+    also checks slots and cursors on CUDA, which synchronizes; not while a graph is captured. The first call of a
+    problem compiles or loads its kernels and checks their numbers, and so belongs before a graph capture; `warmup` does
+    so too. Under torch.compile the call becomes one node, the operator `replayssm_cute::decode_step`.
 
     NaN and Inf in padding rows and dead ring rows change nothing.
 
@@ -86,7 +87,8 @@ def decode_step(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a wrong rank, shape, device, stride, alignment or value, or a config that cannot run here.
+        ValueError: a wrong rank, shape, device, stride, alignment or value, shared memory, or a config that cannot run
+            here.
         NotImplementedError: what is not served yet.
         RuntimeError: no kernels for this GPU, kernels that failed their self-check on it, or a kernel that is not ready
             during a graph capture.

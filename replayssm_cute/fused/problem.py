@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import calls, dtypes, plan
+from .. import aliasing, calls, dtypes, plan, torch_op
 from ..problem import (
     OFFSET_LIMIT,
     ROW_ALIGN,
@@ -265,11 +265,6 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
                 f"{name}: got a data pointer {t.data_ptr() % ROW_ALIGN} bytes past a multiple of {ROW_ALIGN}, "
                 f"expected 0"
             )
-    for name, t in (("out", call.out), ("scratch", call.scratch)):
-        if t is not None and _overlap(t, call.projected):
-            raise ValueError(f"{name}: shares memory with projected, expected memory of its own")
-    if call.scratch is not None and _overlap(call.scratch, call.out):
-        raise ValueError("scratch: shares memory with out, expected memory of its own")
 
     # What the step reads is what the conv writes: `scratch`, or memory that is laid out alike.
     convolved = call.projected.new_empty((batch, tokens, channels)) if call.scratch is None else call.scratch
@@ -279,16 +274,7 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
     # A step that convolves x reaches the raw inputs and their ring as it reaches the rest.
     if max(_reach(call.projected), _reach(call.conv_cache)) >= OFFSET_LIMIT:
         step = dataclasses.replace(step, compact=False)
+    tensors = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+    aliasing.check({k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}, torch_op.LAYER_WRITTEN)
     norm_groups = groups if call.norm_groups is None else call.norm_groups
     return LayerProblem(step, conv_dtype, bias_dtype, norm_dtype, norm_groups)
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors' memory, from their first to their last element, has bytes in common."""
-
-    def ends(t: torch.Tensor) -> tuple[int, int]:
-        reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
-
-    (first, last), (begin, end) = ends(one), ends(other)
-    return first < end and begin < last
