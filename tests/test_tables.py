@@ -432,6 +432,43 @@ def test_incomparable_problems_do_not_answer(change: dict[str, Any]) -> None:
     assert "no table knows a comparable problem" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("known", "asked", "answers"),
+    [
+        ((4, 16), (1, 16), True),
+        ((1, 16), (8, 16), True),
+        ((8, 16), (9, 16), False),  # one more tile of tokens
+        ((16, 16), (9, 16), True),
+        ((1, 16), (32, 64), False),
+        ((4, 16), (4, 8), True),
+        ((4, 16), (4, 7), False),  # more than twice as long
+        ((4, 8), (4, 17), False),
+        ((4, 16), (4, 24), True),
+        ((4, 16), (4, 25), False),  # a long window
+        ((4, 24), (4, 16), True),
+        ((4, 32), (4, 64), True),
+        ((4, 32), (4, 24), False),
+    ],
+)
+def test_a_cell_answers_for_no_problem_whose_tokens_or_window_are_far(
+    known: tuple[int, int], asked: tuple[int, int], answers: bool
+) -> None:
+    """The default rule serves instead, says so, and is what such a problem is prepared for."""
+    have, want = (dataclasses.replace(WIDE, tokens=t, window=w) for t, w in (known, asked))
+    found = lookup(table({have: [cell(64, SPLIT)]}))
+    choice = found.choose(want, 64)
+    assert (choice.source == "nearest") is answers
+    assert (SPLIT in found.candidates(want)) is (
+        answers or SPLIT in {default_config(want, H200, b) for b in range(600)}
+    )
+    if not answers:
+        assert (choice.source, choice.provenance, choice.table) == ("default", None, None)
+        assert choice.config == default_config(want, H200, 64)
+        assert (
+            choice.reason == f"no table knows this geometry with a T and W near {asked[0]} and {asked[1]}; default rule"
+        )
+
+
 def test_cells_whose_config_is_invalid_here_are_passed_over() -> None:
     small = dataclasses.replace(H200, shared_per_block=TWO.shared_bytes(WIDE) - 1)
     cells = table({WIDE: [cell(8, TWO), cell(16, ONE)]})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import TileConfig, default_config
+from ..config import SHORT_WINDOW, TileConfig, default_config
 from ..problem import Problem
 from ..target import Target
 from . import files
@@ -29,6 +29,11 @@ REACH = 4
 # The bucket at or above answers within so many times more work: a config that wins with more work does well with less,
 # while one that wins below may need one more wave of CTAs. Where the next bucket is further off, the nearest answers.
 UP = 2
+# Another T or W is near enough if the work is cut alike: as many tiles of TOKEN_TILE tokens, and windows that are both
+# short (`config.SHORT_WINDOW`) or both long, one at most so many times as long as the other. What wins for one token and
+# 16 ring rows says nothing about 32 tokens and 64.
+TOKEN_TILE = 8  # the N of mma.m16n8: T is padded to it
+WINDOWS = 2
 _KEPT = 4096  # answers for a problem, and problems with answers, that are remembered; a server sees some hundred
 # Batches that `candidates` asks the default rule about: all small ones, then a grid.
 _BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
@@ -152,13 +157,13 @@ class Tables:
     def _nearest(self, problem: Problem, batch: int) -> Choice | None:
         """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties.
 
-        Each problem offers the cell that would answer for itself (see `_answering`). None if no comparable one has a
+        Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`). Each offers the cell that would answer for itself (see `_answering`). None if no comparable one has a
         cell within `REACH`.
         """
         best: tuple[tuple[float, ...], Choice] | None = None
         for rank, (name, table) in enumerate(self.tables):
             for other, cells in table.entries.items():
-                if not _comparable(other, problem):
+                if not (_comparable(other, problem) and _cut_alike(other, problem)):
                     continue
                 cell = _reaching(problem, self.target, cells, batch * problem.heads / other.heads)
                 if cell is None:  # none of these is near enough, or valid here
@@ -184,10 +189,13 @@ class Tables:
     def _default(self, problem: Problem, batch: int) -> Choice:
         why = "no table for this GPU and these kernels"
         if self.tables:
-            known = any(_comparable(p, problem) for _, table in self.tables for p in table.entries)
-            why = (
-                f"no table has a cell within {REACH}x of this work" if known else "no table knows a comparable problem"
-            )
+            known = [p for _, table in self.tables for p in table.entries if _comparable(p, problem)]
+            if any(_cut_alike(p, problem) for p in known):
+                why = f"no table has a cell within {REACH}x of this work"
+            elif known:
+                why = f"no table knows this geometry with a T and W near {problem.tokens} and {problem.window}"
+            else:
+                why = "no table knows a comparable problem"
         return Choice(default_config(problem, self.target, batch), "default", f"{why}; default rule")
 
     def candidates(self, problem: Problem) -> tuple[TileConfig, ...]:
@@ -196,7 +204,7 @@ class Tables:
         for _, table in self.tables:
             # Where a cell begins or ends to answer, in batch x heads: see `_answering`.
             for other, cells in table.entries.items():
-                if not _comparable(other, problem):
+                if not (_comparable(other, problem) and _cut_alike(other, problem)):
                     continue
                 batches = [float(cell.batch) for cell in _valid(problem, self.target, cells)]
                 turns = [b * f for b in batches for f in (1, 1 / UP, REACH, 1 / REACH)]
@@ -215,6 +223,15 @@ def _name(path: Path) -> str:
 
 def _comparable(a: Problem, b: Problem) -> bool:
     return all(getattr(a, f) == getattr(b, f) for f in _SAME)
+
+
+def _cut_alike(a: Problem, b: Problem) -> bool:
+    """Whether T and W are near enough for a cell of one to answer for the other."""
+    return (
+        -(-a.tokens // TOKEN_TILE) == -(-b.tokens // TOKEN_TILE)
+        and (a.window <= SHORT_WINDOW) == (b.window <= SHORT_WINDOW)
+        and max(a.window, b.window) <= WINDOWS * min(a.window, b.window)
+    )
 
 
 def _kind(table: Table) -> str:
