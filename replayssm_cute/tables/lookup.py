@@ -30,8 +30,8 @@ REACH = 4
 # while one that wins below may need one more wave of CTAs. Where the next bucket is further off, the nearest answers.
 UP = 2
 # Another T or W is near enough if the work is cut alike: as many tiles of TOKEN_TILE tokens, and windows that are both
-# short (`config.SHORT_WINDOW`) or both long, one at most so many times as long as the other. What wins for one token and
-# 16 ring rows says nothing about 32 tokens and 64.
+# short (`config.SHORT_WINDOW`) or both long, one at most WINDOWS times as long as the other. What wins for one token
+# and 16 ring rows says nothing about 32 tokens and 64.
 TOKEN_TILE = 8  # the N of mma.m16n8: T is padded to it
 WINDOWS = 2
 _KEPT = 4096  # answers for a problem, and problems with answers, that are remembered; a server sees some hundred
@@ -157,8 +157,8 @@ class Tables:
     def _nearest(self, problem: Problem, batch: int) -> Choice | None:
         """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties.
 
-        Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`). Each offers the cell that would answer for itself (see `_answering`). None if no comparable one has a
-        cell within `REACH`.
+        Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`). Each offers
+        the cell that would answer for itself (see `_answering`). None if no comparable one has a cell within `REACH`.
         """
         best: tuple[tuple[float, ...], Choice] | None = None
         for rank, (name, table) in enumerate(self.tables):
