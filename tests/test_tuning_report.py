@@ -84,6 +84,19 @@ def test_every_workload_has_a_panel_and_speed_ups_share_their_scale(number: int)
     plt.close(figure)
 
 
+@pytest.mark.parametrize("times", [(5.9, 10.5), (6.1, 6.3), (1.1, 1.9), (4.5, 640.0), (7.0, 7.0), (0.3, 2e5)])
+def test_an_axis_of_times_has_numbers_whatever_they_span(times: tuple[float, float]) -> None:
+    figure, ax = plt.subplots()
+    ax.plot([1, 4], times)
+    plots.microseconds_axis(ax, "µs a call")
+    figure.canvas.draw()
+    low, high = ax.get_ylim()
+    numbers = [t.get_text() for t in ax.get_yticklabels() if low <= t.get_position()[1] <= high and t.get_text()]
+    plt.close(figure)
+    assert 2 <= len(numbers) <= 9 and len(set(numbers)) == len(numbers)
+    assert ax.get_yscale() == "log"
+
+
 def test_the_map_of_configs_has_the_fastest_of_every_batch() -> None:
     """A config that is best at one batch and bad, or not timed, at others is still on the map."""
     usual = [TileConfig(1, 1, ctas_per_sm=n) for n in range(1, 31)]

@@ -228,7 +228,8 @@ def parser() -> argparse.ArgumentParser:
         "make the estimated tables that the package brings, and their pages",
         "Make an estimated table for each GPU, plan and state dtype, and a page for each GPU, by the cost model and "
         "compilation for the GPU, on a machine that has none. They serve where REPLAYSSM_TABLES names 'estimated'. "
-        "Estimated tables of other kernels that lie there are removed, and nothing else. A rerun finds in the disk cache what was compiled.",
+        "Estimated tables of other kernels that lie there are removed, and nothing else. A rerun finds in the disk "
+        "cache what was compiled.",
     )
     every.add_argument("--plans", type=_words, metavar="A,B", help=f"plans (default: {', '.join(estimates_of.PLANS)})")
     every.add_argument(

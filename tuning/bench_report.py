@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench_results import DEFAULT, FLOOR, OURS, Bench, geometric_mean, peer_of
-from .plots import batch_axis
+from .plots import batch_axis, microseconds_axis
 from .theme import INK, LIGHT, LIMIT, MUTED, PEER_COLOURS
 from .theme import OURS as OUR_BLUE
 
@@ -325,13 +325,10 @@ def _evolve_figure(bench: Bench) -> Figure:
             ax.vlines(at, mine["p50_us"], mine["p99_us"], color=colours.get(name, MUTED), lw=1.4)
             ax.plot(at, mine["p50_us"], "o", color=colours.get(name, MUTED), ms=4.5, label=name, **hollow)
             ax.plot(at, mine["p99_us"], "_", color=colours.get(name, MUTED), ms=8)
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
-        ax.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        microseconds_axis(ax, "µs a step")
         ax.set_xticks(range(len(batches)), [str(b) for b in batches])
         ax.grid(axis="x", visible=False)
         ax.set_xlabel("batch (rows)")
-        ax.set_ylabel("µs a step")
         ax.set_title(f"{label}\n{problem}")
         ax.legend(loc="upper left")
     return figure

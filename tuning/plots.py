@@ -174,6 +174,26 @@ def batch_axis(ax: Axes, batches: Sequence[int]) -> None:
     ax.set_xlabel("batch (rows)")
 
 
+def microseconds_axis(ax: Axes, label: str) -> None:
+    """A logarithmic y axis with numbers on it, whatever is drawn already: also where that spans no power of ten."""
+    ax.set_yscale("log")
+    for subs in ((1.0,), (1.0, 2.0, 5.0)):
+        ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=subs))
+        if len(_ticks(ax)) >= 3:
+            break
+    else:
+        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    ax.set_ylabel(label)
+
+
+def _ticks(ax: Axes) -> list[float]:
+    """The y ticks that are seen."""
+    low, high = ax.get_ylim()
+    return [tick for tick in ax.get_yticks() if low <= tick <= high]
+
+
 def _peer_lines(
     ax: Axes,
     part: pd.DataFrame,
@@ -203,15 +223,13 @@ def _time(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     figure, axes = _panels(results, [label for label, _ in parts], "time of one call")
     for ax, (_, part) in zip(axes, parts, strict=True):
         batch_axis(ax, part["batch"].tolist())
-        ax.set_yscale("log")
         ax.plot(part["batch"], part["limit_us"], ":", color=LIMIT, lw=1.2, label="bytes at the read limit")
         if part["floor_us"].notna().any():
             ax.plot(part["batch"], part["floor_us"], "-.", color=LIMIT, lw=1.2, label="floor (streaming kernel)")
         ax.plot(part["batch"], part["default_us"], "-", color=DEFAULT, lw=2.5, label="default config")
         _peer_lines(ax, part, table, lambda name, part=part: part[name])  # type: ignore[misc]
         ax.plot(part["batch"], part["time_us"], "-o", color=OURS, lw=1.6, ms=4, label="winner")
-        ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
-        ax.set_ylabel("µs a call")
+        microseconds_axis(ax, "µs a call")
         ax.legend(loc="upper left")
     columns = ["workload", "problem", "batch", "config", "time_us", "spread", "default_us", "limit_us", "floor_us"]
     return figure, table[columns + [f"{p}_us" for p in peers_of(table)]]
