@@ -9,8 +9,8 @@ from pathlib import Path
 
 from replayssm_cute import dtypes
 
+from . import argument_kinds as kinds
 from . import estimates as estimates_of
-from . import plan as plans
 
 DEFAULT_OUT = Path("reports") / "tune"
 PEERS_OUT = Path("reports") / "peers"
@@ -53,61 +53,6 @@ _EXAMPLES = {
 }
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(t) for t in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected positive ints such as 1,4,16")
-    return tuple(sorted(set(found)))
-
-
-def _count(text: str) -> int:
-    try:
-        found = int(text)
-    except ValueError:
-        found = 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive int")
-    return found
-
-
-def _words(text: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(t.strip() for t in text.split(",") if t.strip()))
-    if not found:
-        raise argparse.ArgumentTypeError("expected names such as nemotron3-super,bamba-9b")
-    return found
-
-
-def _names(text: str) -> tuple[str, ...]:
-    from replayssm_cute import target
-
-    names = tuple(t.strip() for t in text.split(",") if t.strip())
-    for name in names:
-        try:
-            target.named(name)
-        except ValueError as e:
-            raise argparse.ArgumentTypeError(str(e)) from None
-    if not names:
-        raise argparse.ArgumentTypeError("expected names such as sm_100a,sm_90a")
-    return names
-
-
-def _states(text: str) -> tuple[str, ...]:
-    names = tuple(t.strip() for t in text.split(","))
-    if not set(names) <= set(dtypes.STATE):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected one or more of {','.join(dtypes.STATE)}")
-    return names
-
-
-def _duration(text: str) -> float:
-    try:
-        return plans.seconds(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-
-
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     whole = argparse.ArgumentParser(
@@ -141,11 +86,11 @@ def parser() -> argparse.ArgumentParser:
         codes=_SWEEP_CODES,
     )
     _plan_arguments(sweep)
-    sweep.add_argument("--targets", type=_names, metavar="A,B", help="estimate for these targets, GPU or not")
+    sweep.add_argument("--targets", type=kinds.gpus, metavar="A,B", help="estimate for these targets, GPU or not")
     sweep.add_argument("--estimate", action="store_true", help="estimate for the plan's targets, GPU or not")
     sweep.add_argument("--device", type=int, help="CUDA device to measure on (default 0; torchrun: LOCAL_RANK)")
-    sweep.add_argument("--budget", type=_duration, help="time to compile and measure, such as 120s or 4m")
-    sweep.add_argument("--batches", type=_sizes, metavar="N,M", help="batch buckets instead of the plan's")
+    sweep.add_argument("--budget", type=kinds.duration, help="time to compile and measure, such as 120s or 4m")
+    sweep.add_argument("--batches", type=kinds.sizes, metavar="N,M", help="batch buckets instead of the plan's")
     sweep.add_argument("--out", type=Path, help=f"folder of the results (default {DEFAULT_OUT}/<plan>)")
     _archive_argument(sweep)
     sweep.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
@@ -179,9 +124,12 @@ def parser() -> argparse.ArgumentParser:
         "one GPU, in interleaved rounds; print tables and ratios, and write JSON, CSVs and plots.",
     )
     _plan_arguments(beside, required=False)
-    beside.add_argument("--batches", type=_sizes, metavar="N,M", help="batch sizes instead of the plan's")
-    beside.add_argument("--budget", type=_duration, help="time to measure, such as 120s or 8m; what it does not reach "
-        "is left out")  # fmt: skip
+    beside.add_argument("--batches", type=kinds.sizes, metavar="N,M", help="batch sizes instead of the plan's")
+    beside.add_argument(
+        "--budget",
+        type=kinds.duration,
+        help="time to measure, such as 120s or 8m; what it does not reach is left out",
+    )
     beside.add_argument("--out", type=Path, help=f"folder of the results (default {PEERS_OUT}/<plan>)")
     _archive_argument(beside)
     beside.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
@@ -218,7 +166,10 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("a", type=Path, metavar="A", help="the earlier table or results")
     compare.add_argument("b", type=Path, metavar="B", help="the later one")
     compare.add_argument(
-        "--margin", type=_share, default=0.02, help="times this close are the same, such as 2%% or 0.02 (default 2%%)"
+        "--margin",
+        type=kinds.share,
+        default=0.02,
+        help="times this close are the same, such as 2%% or 0.02 (default 2%%)",
     )
 
     refit = command("fit", "fit the cost model's constants to the timings in journals of sweeps")
@@ -231,25 +182,30 @@ def parser() -> argparse.ArgumentParser:
         "Estimated tables of other kernels that lie there are removed, and nothing else. A rerun finds in the disk "
         "cache what was compiled.",
     )
-    every.add_argument("--plans", type=_words, metavar="A,B", help=f"plans (default: {', '.join(estimates_of.PLANS)})")
     every.add_argument(
-        "--gpus", type=_names, metavar="A,B", help=f"GPUs of the catalogue (default: {', '.join(estimates_of.GPUS)})"
+        "--plans", type=kinds.words, metavar="A,B", help=f"plans (default: {', '.join(estimates_of.PLANS)})"
+    )
+    every.add_argument(
+        "--gpus",
+        type=kinds.gpus,
+        metavar="A,B",
+        help=f"GPUs of the catalogue (default: {', '.join(estimates_of.GPUS)})",
     )
     every.add_argument(
         "--states",
-        type=_states,
+        type=kinds.states,
         default=estimates_of.STATES,
         metavar="A,B",
         help=f"state dtypes, besides those that a plan lists (default: {', '.join(estimates_of.STATES)})",
     )
     every.add_argument(
         "--near",
-        type=_share,
+        type=kinds.share,
         default=estimates_of.NEAR,
         help="compile few configs such that each cell has one that the model thinks this near its fastest, such as 1%% "
         f"or 0.01 (default {estimates_of.NEAR:.0%}%)",
     )
-    every.add_argument("--workers", type=_count, help="processes (default: the CPUs)")
+    every.add_argument("--workers", type=kinds.count, help="processes (default: the CPUs)")
     every.add_argument("--out", type=Path, help="folder of the tables (default: the package's)")
     every.add_argument(
         "--pages", type=Path, default=estimates_of.PAGES, help=f"folder of the pages (default {estimates_of.PAGES})"
@@ -258,16 +214,6 @@ def parser() -> argparse.ArgumentParser:
     explain = command("explain-plan", "what a plan tunes, and the mix its rows are timed with")
     _plan_arguments(explain)
     return whole
-
-
-def _share(text: str) -> float:
-    try:
-        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a share such as 2% or 0.02")
-    return found
 
 
 def _epilog(examples: Sequence[tuple[str, str]], codes: dict[int, str]) -> str:
@@ -287,6 +233,8 @@ def _archive_argument(parser: argparse.ArgumentParser) -> None:
 def _plan_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument("--plan", required=required, help="a TOML file, or the name of a shipped plan")
     parser.add_argument("--acceptance", help="use this distribution of the plan for every workload")
-    parser.add_argument("--tp", type=_sizes, metavar="N,M", help="tensor-parallel sizes instead of the plan's")
-    parser.add_argument("--state", type=_states, metavar="A,B", help=f"only these states: {', '.join(dtypes.STATE)}")
-    parser.add_argument("--tokens", type=_sizes, metavar="N,M", help="only these T")
+    parser.add_argument("--tp", type=kinds.sizes, metavar="N,M", help="tensor-parallel sizes instead of the plan's")
+    parser.add_argument(
+        "--state", type=kinds.states, metavar="A,B", help=f"only these states: {', '.join(dtypes.STATE)}"
+    )
+    parser.add_argument("--tokens", type=kinds.sizes, metavar="N,M", help="only these T")

@@ -25,6 +25,9 @@ from replayssm_cute import dtypes, fingerprint
 from replayssm_cute.calls import random_call
 from replayssm_cute.problem import Problem
 
+from .argument_kinds import count
+from .command import check_folder, command, usage
+
 PROBLEM = Problem(heads=8, head_dim=64, d_state=128, groups=2, tokens=4, window=16)
 SPAN = 64  # tokens that one point of a curve averages over
 STATES = ("f32", "f16", "bf16")
@@ -140,15 +143,18 @@ def draw(curves: pd.DataFrame, path: Path, title: str) -> None:
         plt.close(figure)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.generations", description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="accepted tokens of each request (default 4096)")
-    parser.add_argument("--window", type=int, default=16, help="W (default 16); below 4 it is T too")
+    parser.add_argument("--tokens", type=count, default=4096, help="accepted tokens of each request (default 4096)")
+    parser.add_argument("--window", type=count, default=16, help="W (default 16); below 4 it is T too")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/generations"), help="folder of the results")
     args = parser.parse_args(argv)
     drafted = min(PROBLEM.tokens, args.window)
-    study = Study(args.tokens, dataclasses.replace(PROBLEM, window=args.window, tokens=drafted))
+    with usage():
+        study = Study(args.tokens, dataclasses.replace(PROBLEM, window=args.window, tokens=drafted))
+    check_folder("--out", args.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     curves = pd.concat([errors(study, state, device) for state in STATES], ignore_index=True)
     args.out.mkdir(parents=True, exist_ok=True)

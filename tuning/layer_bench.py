@@ -37,9 +37,10 @@ from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target, named
 
 from . import acceptance, layer_search
+from .argument_kinds import count, duration, gpu
+from .command import check_file, command, usage
 from .kernel_pool import KernelPool
 from .manifest import commit
-from .plan import seconds
 from .policy import Policy
 from .slots import Cell, make_cell, slot_sets
 from .timing import Timed, capture, interleave, summary
@@ -343,22 +344,26 @@ def facts(bench: Bench, problems: Sequence[LayerProblem], cells: Sequence[Mappin
     }
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0; 1 without a GPU; 3 if the budget ended it."""
+    """The command line; returns the exit status: 0; 1 without a GPU; 2 for wrong usage; 3 if the budget ended it."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.layer_bench", description=__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="N")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T")
-    parser.add_argument("--window", type=int, default=16, metavar="W")
+    parser.add_argument("--batches", type=count, nargs="+", default=list(BATCHES), metavar="N")
+    parser.add_argument("--tokens", type=count, nargs="+", default=list(TOKENS), metavar="T")
+    parser.add_argument("--window", type=count, default=16, metavar="W")
     parser.add_argument("--state", choices=dtypes.STATE, default="f32")
     parser.add_argument("--cuts", action="store_true", help="also other cuts of the conv and the norm")
-    parser.add_argument("--rows", type=int, default=Policy().min_rows, metavar="N", help="a rotation's at least")
+    parser.add_argument("--rows", type=count, default=Policy().min_rows, metavar="N", help="a rotation's at least")
     parser.add_argument("--search", action="store_true", help="also look for a faster chain")
-    parser.add_argument("--budget", type=seconds, default=math.inf, metavar="TIME", help="of a search, such as 90s")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile; default: one a CPU")
-    parser.add_argument("--compile-for", metavar="GPU", help="compile the kernels for it, and time nothing")
+    parser.add_argument("--budget", type=duration, default=math.inf, metavar="TIME", help="of a search, such as 90s")
+    parser.add_argument("--jobs", type=count, metavar="N", help="processes that compile; default: one a CPU")
+    parser.add_argument("--compile-for", type=gpu, metavar="GPU", help="compile the kernels for it, and time nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args(argv)
-    problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
+    with usage():
+        problems = [layer_problem(tokens, args.window, args.state) for tokens in args.tokens]
+    if args.out is not None:
+        check_file("--out", args.out)
     begun = time.perf_counter()
     if args.compile_for is None and not torch.cuda.is_available():
         print("no CUDA GPU available to torch: nothing to time", file=sys.stderr)

@@ -22,6 +22,7 @@ from replayssm_cute.fused.chains import Chain, Overlap
 from replayssm_cute.fused.overlap import SCHEMA, fastest
 from replayssm_cute.target import named
 
+from .command import check_file, command, usage
 from .layer_bench import PARTS, conv_bytes, layer_problem, machine_code, norm_bytes
 from .plots import batch_axis
 from .theme import DEFAULT, INK, LIGHT, MUTED, OURS, PEER_COLOURS
@@ -210,21 +211,32 @@ def overlap_table(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """The command line; returns the exit status: 0; 1 for times of other kernels; 2 for wrong usage or files."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.layer_report", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--beside", type=Path, metavar="CSV", help="goals and another chain's times")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the times as calls read them")
     args = parser.parse_args(argv)
-    data = json.loads(args.file.read_bytes())
+    odd = (KeyError, AttributeError, IndexError, RecursionError, OverflowError)
+    with usage(str(args.file)):
+        data = json.loads(args.file.read_bytes())
+    check_file("FILE", args.file.with_suffix(".csv"))
+    with usage(f"{args.file}: it is no result of layer_bench", *odd):
+        own = frame(data, None)
+        stale = stale_reason(data) if args.table is not None else None
+        made = overlap_table(data) if args.table is not None and stale is None else None
     if args.table is not None:
-        try:
-            atomic.write_text(args.table, json.dumps(overlap_table(data), indent=1) + "\n")
-        except ValueError as error:
-            print(error, file=sys.stderr)
+        check_file("--table", args.table)
+        if made is None:
+            print(f"these times are not those of the kernels in the tree: {stale}", file=sys.stderr)
             return 1
-    table = frame(data, None if args.beside is None else pd.read_csv(args.beside))
+        atomic.write_text(args.table, json.dumps(made, indent=1) + "\n")
+    table = own
+    if args.beside is not None:
+        with usage(f"{args.beside}: it has no goals and other times", *odd):
+            table = frame(data, pd.read_csv(args.beside))
     table.to_csv(args.file.with_suffix(".csv"), index=False, float_format="%.6g")
     draw(table, data, args.file.with_suffix(".png"))
     print(markdown(table))

@@ -33,6 +33,9 @@ from replayssm_cute.config import TileConfig, default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
+from .argument_kinds import count, sizes
+from .command import check_folder, command, usage
+
 PROBLEM = Problem(heads=16, head_dim=64, d_state=128, groups=2, tokens=4, window=16)
 WINDOWS = (8, 16, 32)
 SPAN = 128  # accepted tokens that one point of a curve averages over
@@ -261,20 +264,24 @@ def draw(found: pd.DataFrame, path: Path, title: str) -> None:
         plt.close(figure)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.precision", description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="accepted tokens of each request (default 8192)")
-    parser.add_argument("--windows", default="8,16,32", help="windows (default 8,16,32)")
+    parser.add_argument("--tokens", type=count, default=8192, help="accepted tokens of each request (default 8192)")
+    parser.add_argument("--windows", type=sizes, default="8,16,32", help="windows (default 8,16,32)")
     parser.add_argument("--states", default=None, help="kinds of state, by name, separated by ';' (default: all)")
-    parser.add_argument("--heads", type=int, default=PROBLEM.heads, help=f"heads (default {PROBLEM.heads})")
+    parser.add_argument("--heads", type=count, default=PROBLEM.heads, help=f"heads (default {PROBLEM.heads})")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/precision"), help="folder of the results")
     args = parser.parse_args(argv)
     kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
     if unknown := [name for name in kinds if name not in KINDS]:
         parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
-    windows = [int(w) for w in args.windows.split(",")]
-    study = Study(args.tokens, dataclasses.replace(PROBLEM, heads=args.heads))
+    windows = list(args.windows)
+    with usage():
+        study = Study(args.tokens, dataclasses.replace(PROBLEM, heads=args.heads))
+        _ = [dataclasses.replace(study.problem, window=window) for window in windows]
+    check_folder("--out", args.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = curves(study, windows, kinds, device)
     args.out.mkdir(parents=True, exist_ok=True)

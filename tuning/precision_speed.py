@@ -24,6 +24,8 @@ from replayssm_cute.config import TileConfig, default_config, usual_tail
 from replayssm_cute.problem import Problem
 
 from . import acceptance
+from .argument_kinds import sizes
+from .command import check_folder, command, usage
 from .policy import Policy
 from .precision import KINDS
 from .slots import Cell, make_cell, slot_sets
@@ -81,29 +83,33 @@ def measure(kinds: Sequence[str], batch: int, window: int) -> list[dict[str, Any
     return facts
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Time, print and write a CSV."""
     parser = argparse.ArgumentParser(
         prog="python -m replayssm_tuning.precision_speed", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--batches", default="256", help="batch sizes (default 256)")
-    parser.add_argument("--windows", default="16", help="windows (default 16)")
+    parser.add_argument("--batches", type=sizes, default="256", help="batch sizes (default 256)")
+    parser.add_argument("--windows", type=sizes, default="16", help="windows (default 16)")
     parser.add_argument("--states", default=None, help="kinds of state beside f32, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/precision"), help="folder of the results")
     args = parser.parse_args(argv)
     kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
     if unknown := [name for name in kinds if name not in KINDS]:
         parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    with usage():
+        for window in args.windows:
+            dataclasses.replace(PROBLEM, window=window)
     if not torch.cuda.is_available():
         parser.error("no GPU: nothing can be timed here")
+    check_folder("--out", args.out)
     kinds = list(dict.fromkeys(("f32", *kinds)))
     found = []
-    for batch in map(int, args.batches.split(",")):
-        for window in map(int, args.windows.split(",")):
+    for batch in args.batches:
+        for window in args.windows:
             found += measure(kinds, batch, window)
             torch.cuda.empty_cache()
     frame = pd.DataFrame(found)
-    args.out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(args.out / "precision_speed.csv", index=False, float_format="%.4g")
     print(frame.to_string(index=False, float_format="%.4g"))
     return 0

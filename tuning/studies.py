@@ -41,7 +41,9 @@ from replayssm_cute.problem import Problem
 
 from . import cost, manifest, peers, space, studies_report
 from .acceptance import Acceptance, Mix, read_histogram, stationary
+from .argument_kinds import count, seconds
 from .bench_device import BenchRunner
+from .command import check_folder, command
 from .plan import REALISTIC, SHIPPED, TuningPlan, Workload
 from .policy import Policy
 from .progress import Budget
@@ -333,19 +335,20 @@ def write(out: Path, studies: Studies, groups: Sequence[Group], budget: Budget, 
     return [*files, *studies_report.write(studies_report.load(files[0]), out)]
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 1 if nothing was measured."""
+    """The command line; returns the exit code: 1 if nothing was measured, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="python -m replayssm_tuning.studies", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--studies", default=",".join(STUDIES), help=f"some of {','.join(STUDIES)}")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/studies"), help="folder of the results")
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
-    parser.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds to measure (default 120)")
+    parser.add_argument("--budget", type=seconds, default=120.0, metavar="S", help="seconds to measure (default 120)")
     parser.add_argument(
         "--race", type=int, default=3, metavar="N", help="N more configs a window in the study of windows (default 3)"
     )
-    parser.add_argument("--workers", type=int, help="compile processes (default: the CPUs)")
+    parser.add_argument("--workers", type=count, help="compile processes (default: the CPUs)")
     parser.add_argument(
         "--redraw", type=Path, metavar="FILE", help="draw page and plots of an earlier run's JSON again"
     )
@@ -368,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.device < devices:
         print(f"error: --device: got {args.device}, this machine has {devices} CUDA devices", file=sys.stderr)
         return 2
+    check_folder("--out", args.out)
     console = Console(width=None if sys.stdout.isatty() else 210)
     runner = BenchRunner(args.device, Policy().to_json())
     studies, budget = Studies(runner, args.race), Budget(args.budget)
