@@ -242,9 +242,12 @@ def test_update_replaces_what_cannot_be_merged_and_says_so(tmp_path: Path, caplo
     path.write_text("{")
     with caplog.at_level(logging.WARNING, "replayssm_cute"):
         assert tables.update(path, FULL) == FULL
-    assert "is replaced: it is no JSON" in caplog.text
+    assert "is replaced: it is no JSON" in caplog.text and "the old file is now t.json.replaced" in caplog.text
+    assert (tmp_path / "t.json.replaced").read_text() == "{"
     assert tables.update(path, table({WIDE: [cell(2, TWO)]})).entries[SMALL] == FULL.entries[SMALL]
     assert tables.read(path).entries[WIDE][1] == cell(2, TWO)
+    measured, old = path.read_bytes(), table({SMALL: [cell(4, ONE)]}, kernel_fingerprint="0" * 64)
+    assert tables.update(path, old) == old and (tmp_path / "t.json.replaced-2").read_bytes() == measured
 
 
 @pytest.mark.fault(30)

@@ -114,3 +114,30 @@ def test_a_reader_that_leaves_early_is_no_error(more: list[str]) -> None:
         process.stdout.close()  # before anything is printed
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("sweep --plan small.toml --device 4", "--device: got 4, this machine has no CUDA GPU"),
+        ("sweep --plan small.toml --archive small.toml/x.tgz", "--archive: got small.toml, expected a folder"),
+        ("sweep --plan small.toml --merge-into small.toml/t.json", "--merge-into: got small.toml, expected a folder"),
+        ("sweep --plan small.toml --merge-into .", "--merge-into: got ., expected the name of a file; it is a folder"),
+        ("estimate-all --plans small.toml --gpus b200 --out small.toml", "--out: got small.toml, expected a folder"),
+        (
+            "estimate-all --plans small.toml --out o --pages small.toml/x",
+            "--pages: got small.toml/x, expected a folder",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_work(
+    command: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(compiler, "compile_many", never)
+    assert cli.main(command.split()) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith(f"error: {said}") and told.out == ""

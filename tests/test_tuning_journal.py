@@ -53,6 +53,23 @@ def test_foreign_lines_are_named_and_kept_out(tmp_path: Path) -> None:
         assert journal.damaged == [f"journal.jsonl: line {n} is damaged and left out" for n in (1, 2, 4)]
 
 
+@pytest.mark.parametrize("byte", [b"\r", b"\0", b"\xff", b"\x85", b"\x1c"])
+def test_a_byte_that_went_wrong_costs_its_line_alone(tmp_path: Path, byte: bytes) -> None:
+    """Wherever in the file, and the lines behind it stay on disk."""
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        for batch in range(5):
+            journal.add({"batch": batch}, {"time_us": 1.0})
+    good = path.read_bytes()
+    for at in range(0, good.rindex(b"\n", 0, -1), 7):
+        if good[at] == ord("\n"):
+            continue
+        path.write_bytes(good[:at] + byte + good[at + 1 :])
+        with Journal(path) as journal:
+            assert len(journal) >= 4 and journal.get({"batch": 4}) == {"time_us": 1.0}
+        assert len(path.read_bytes()) == len(good)
+
+
 def test_keys_do_not_depend_on_order() -> None:
     assert key_of({"a": 1, "b": {"c": 2, "d": 3}}) == key_of({"b": {"d": 3, "c": 2}, "a": 1})
     assert key_of({"a": 1}) != key_of({"a": 2})

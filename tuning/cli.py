@@ -22,6 +22,7 @@ from rich import console as rich_console
 from . import archive, arguments, listing
 from . import plan as plans
 from .arguments import DEFAULT_OUT, PEERS_OUT
+from .command import check_file, check_folder
 from .errors import Interrupted, UsageError
 from .ranks import RankLost, Ranks
 
@@ -121,6 +122,7 @@ def _peers(args: argparse.Namespace) -> int:
         raise UsageError(f"--workers: got {args.workers}, expected at least 1")
     if args.archive is not None:
         archive.check_name(args.archive)
+        check_file("--archive", args.archive)
     plan = _plan(args)
     device = _gpu(args.device)
     out = args.out or PEERS_OUT / plan.name
@@ -175,6 +177,9 @@ def _sweep(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name}: got {getattr(args, name)}, expected at least 1")
     if args.archive is not None:
         archive.check_name(args.archive)
+        check_file("--archive", args.archive)
+    if args.merge_into is not None:
+        check_file("--merge-into", args.merge_into)
     device = _device(args, ranks)
     console = Console(quiet=not ranks.first, stderr=args.json)
     if device is None and not (args.estimate or args.targets):
@@ -229,7 +234,13 @@ def _device(args: argparse.Namespace, ranks: Ranks) -> int | None:
     """
     import torch
 
-    if args.estimate or args.targets is not None or not torch.cuda.is_available():
+    if args.estimate or args.targets is not None:
+        return None
+    if not torch.cuda.is_available():
+        if args.device is not None:
+            raise UsageError(
+                f"--device: got {args.device}, this machine has no CUDA GPU; without --device it estimates"
+            )
         return None
     found = torch.cuda.device_count()
     if ranks.several:
@@ -289,6 +300,8 @@ def _estimate_all(console: Console, args: argparse.Namespace) -> int:
 
     jobs = estimates.jobs(args.plans or estimates.PLANS, args.gpus or estimates.GPUS, args.states)
     folder = args.out or tables.estimated_folder()
+    check_folder("--out", folder)
+    check_folder("--pages", args.pages)
     try:
         made = estimates.make(jobs, folder, args.pages, near=args.near, workers=args.workers, console=console)
     except SweepError as e:

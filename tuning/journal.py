@@ -55,11 +55,12 @@ class Journal:
     def _read(self, path: Path, found: list[tuple[float, str, dict[str, Any]]]) -> int:
         """Add the records of a file; returns the length of its whole lines."""
         length = 0
-        for number, raw in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-            if not raw.endswith(b"\n"):
-                self.damaged.append(f"{path.name}: its last line is cut short (as by a kill) and left out")
-                break
-            length += len(raw)
+        # Not splitlines: a stray carriage return would end the file there, and what follows would be cut off.
+        *whole, rest = path.read_bytes().split(b"\n")
+        if rest:
+            self.damaged.append(f"{path.name}: its last line is cut short (as by a kill) and left out")
+        for number, raw in enumerate(whole, 1):
+            length += len(raw) + 1
             try:
                 record = json.loads(raw)
                 found.append((float(record.get("at", 0.0)), key_of(record["key"]), dict(record["result"])))

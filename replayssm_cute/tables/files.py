@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -57,7 +58,8 @@ def _text(table: Table) -> str:
 def update(path: Path | str, table: Table) -> Table:
     """Merge `table` into the file under a lock, so that many writers lose nothing; returns what was written.
 
-    A file that is no table, or one of another GPU, kernel or provenance, is replaced, and a log line says so.
+    A file that is no table, or one of another GPU, kernel or provenance, is replaced; it is kept under another name,
+    and a log line says so.
 
     Raises:
         filelock.Timeout: if another process holds the lock for a minute.
@@ -69,9 +71,18 @@ def update(path: Path | str, table: Table) -> Table:
             try:
                 table = merge(read(path), table)
             except TableError as error:
-                log.warning("table %s is replaced: %s", path, error)
+                kept = _set_aside(path)
+                log.warning("table %s is replaced: %s; the old file is now %s", path, error, kept.name)
         write(path, table)
     return table
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a file a name that is free."""
+    names = (path.with_name(f"{path.name}.replaced{f'-{n}' if n > 1 else ''}") for n in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    return kept
 
 
 def shipped() -> list[Path]:
