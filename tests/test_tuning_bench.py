@@ -471,3 +471,25 @@ def test_a_cell_on_the_device(tmp_path: Path) -> None:
         assert row["times"]["ours"]["time_us"] > row["times"]["producer alone"]["time_us"] > 0
         assert row["times"]["ours, PDL"]["time_us"] > 0
     assert all(r["host_us"] > 0 for r in found.host if "failed" not in r)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["cells"][0].update(times={"ours": 7}),
+        lambda d: d["cells"][0].update(times=[1]),
+        lambda d: d.update(evolved=[3]),
+        lambda d: d.update(host=[{}]),
+    ],
+)
+def test_results_of_another_layout_are_one_line(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads((Path(__file__).parent.parent / "reports/h200/peers/peers.json").read_bytes())
+    change(data)
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps(data))
+    assert cli.main(["peers", "--redraw", str(path)]) == 1
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith(f"error: {path}: no results of the peers command") and told.out == ""

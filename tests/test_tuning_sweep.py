@@ -544,6 +544,20 @@ def test_damaged_results_are_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     assert path.name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("peers", [[{}], [{"peer": "p", "time_us": 1.0}], [3], ["p"]])
+def test_results_with_peers_of_another_layout_are_one_line(
+    small: plan.TuningPlan, fake: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str], peers: list[Any]
+) -> None:
+    sweep.run(small, tmp_path, target_names=("sm_90a",), workers=1, console=Console(quiet=True))
+    (path,) = tmp_path.glob(f"*{sweep.RESULTS_SUFFIX}")
+    data = json.loads(path.read_text())
+    data["cells"][0]["peers"] = [*peers, {"peer": "p", "time_us": 2.0, "default": True}]
+    path.write_text(json.dumps(data))
+    assert cli.main(["report", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: no results of a sweep")
+
+
 # ---------------------------------------------------------------------------------------------------
 # Journals that are damaged, or made up
 # ---------------------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import console as rich_console
+from rich.errors import NotRenderableError
 
 from . import archive, arguments, listing
 from . import plan as plans
 from .arguments import DEFAULT_OUT, PEERS_OUT
-from .command import check_file, check_folder
+from .command import check_file, check_folder, usage
 from .errors import Interrupted, UsageError
 from .ranks import RankLost, Ranks
 
@@ -107,13 +108,17 @@ def _peers(args: argparse.Namespace) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else _PRINT_WIDTH, stderr=args.json)
     if args.redraw is not None:
+        check_folder("--out", args.out or args.redraw.parent)
         try:
             found = Bench.load(args.redraw)
+            with usage(f"{args.redraw}: no results of the peers command", KeyError, AttributeError, NotRenderableError):
+                bench_report.show(found, Console(quiet=True))  # so that nothing is printed of what cannot be drawn
+                made = bench_report.write(found, args.out or args.redraw.parent)
         except ValueError as e:
             print(f"error: {e}", file=sys.stderr)
             return 1
         bench_report.show(found, console)
-        return _say_files(args, console, bench_report.write(found, args.out or args.redraw.parent), found)
+        return _say_files(args, console, made, found)
     if args.plan is None:
         raise UsageError("peers: got neither --plan nor --redraw, expected one of them")
     if args.evolve < 0:

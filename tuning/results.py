@@ -224,6 +224,8 @@ class Results:
                 }
             )
             _check(found)
+            for cell in cells:
+                cell.best_peers(), cell.peers_of_other_work()
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError, RecursionError) as e:
             text = " ".join(str(e).split())
