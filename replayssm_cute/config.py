@@ -39,6 +39,8 @@ class TileConfig:
         parallel_heads: heads that a CTA takes at the same time, each with warps of its own; the others wait their turn.
         tiles_per_warp: 16-row tiles of a head's P that one warp owns: more bytes in flight and fewer instructions a
             byte, fewer warps.
+        keep_b: whether B of the ring stays in shared memory, where flushes find it. Without, they read it from L2
+            again, and a long window leaves room for more CTAs.
     """
 
     heads_per_cta: int = 1
@@ -49,6 +51,7 @@ class TileConfig:
     tail_rows: int = 0
     parallel_heads: int = 1
     tiles_per_warp: int = 1
+    keep_b: bool = True
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
@@ -58,6 +61,8 @@ class TileConfig:
         rows = self.tail_rows
         if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows < 2**31:
             raise ValueError(f"config: tail_rows is {rows!r}, expected 0 or a positive int below 2^31")
+        if not isinstance(self.keep_b, bool):
+            raise ValueError(f"config: keep_b is {self.keep_b!r}, expected a bool")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -78,13 +83,13 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 s2 p1 live c3 t8'."""
+        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 ...', B from L2 '... t8 l2'."""
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
         text = (
             f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
         )
-        return text + (f" t{self.tail_rows}" if self.tail_rows else "")
+        return text + (f" t{self.tail_rows}" if self.tail_rows else "") + ("" if self.keep_b else " l2")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""
@@ -175,7 +180,7 @@ class SharedLayout:
         inputs: offset of the heads' inputs, one head after the other, `input_bytes` for each of a head's warps.
         input_tile_bytes: of these, what belongs to one tile of 16 rows of P: x of the ring, x of the new tokens, z.
         c: offset of the new tokens' C, rows of `c_stride` bytes.
-        b: offset of B of the ring positions, which flushes read; rows of `b_stride` bytes.
+        b: offset of B of the ring positions, if it is kept for flushes; rows of `b_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
         tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
             tile_warps * slices warps work on it.
@@ -247,7 +252,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     sizes = {
         "inputs": config.turns * warps * input_bytes,
         "c": problem.tokens * c_stride,
-        "b": config.ring_positions(problem) * b_stride,
+        "b": config.ring_positions(problem) * b_stride if config.keep_b else 0,
         "products": slices * product_floats * 4,
         "weights": config.heads_per_cta * weight_floats * 4 if config.turns > 1 else 0,  # else made in registers
         "vectors": config.heads_per_cta * vector_floats * 4,
