@@ -218,6 +218,14 @@ def _up(n: int, k: int) -> int:
     return -(-n // k) * k
 
 
+def first_tiles(problem: Problem, config: TileConfig) -> int:
+    """Tiles of B·C that warps are dealt first: those that are always there; where some are skipped, they come later."""
+    tokens_pad = _up(problem.tokens, 8)
+    if config.skips(problem):
+        return 1 + _up(tokens_pad, 16) // 16
+    return _up(config.ring_positions(problem) + tokens_pad, 16) // 16
+
+
 @functools.cache
 def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     """Where a step kernel keeps what."""
@@ -234,9 +242,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
     b_stride = 2 * problem.d_state + 16  # so are four rows, two apart, at two neighbouring pieces
     tiles = _up(positions, 16) // 16
-    # Warps are dealt the tiles that are always there; those of older rows come in later rounds.
-    first_tiles = 1 + _up(tokens_pad, 16) // 16 if config.skips(problem) else tiles
-    tile_warps = min(warps, first_tiles)
+    tile_warps = min(warps, first_tiles(problem, config))
     units = problem.d_state // 32
     # Slices of four units keep a warp's operands within 32 registers, and leave warps to make the decay vectors of few
     # heads meanwhile. With a head for every warp no warp is left, and half the slice halves the wait.
@@ -287,6 +293,11 @@ SOME, MANY = 8, 48
 CTAS = 4  # a multiprocessor, of several heads each, that registers let in
 
 
+def resident(problem: Problem, config: TileConfig, target: Target) -> int:
+    """CTAs that a multiprocessor's shared memory holds."""
+    return target.shared_per_sm // (config.shared_bytes(problem) + SHARED_RESERVED)
+
+
 def usual_tail(problem: Problem, target: Target) -> int:
     """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
 
@@ -300,8 +311,7 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
     Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
-    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once: with W 32 the other is 3-9%
-    faster. From batch 64 on (62) four heads a CTA with `usual_tail` are. A head whose state is larger than the target's
+    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once. From batch 64 on (62) four heads a CTA with `usual_tail` are. A head whose state is larger than the target's
     shared memory is split over the fewest CTAs that hold it.
 
     Raises:
@@ -310,25 +320,27 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
         # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
-        # Measured at batch 64 and 256: 84.8 and 319.5 us (f32; two at a time 87.0 and 327.2 with the kernel before),
-        # 50.7 and 180.1 us (bf16; three CTAs 54.1 and 188.3).
-        stages, ctas = (1, 1) if problem.read_bytes == 4 else (2, 4)
+        # Measured at batch 64 and 256: 85.0 and 319.4 us (f32), 50.0 and 178.2 us (bf16). With bf16 the inputs of a long
+        # window take as much shared memory as states, and one stage with B from L2 lets more CTAs in: at batch 256
+        # W 32 takes 194 us (as above: 202), W 64 251 us (283).
+        narrow = problem.read_bytes < 4
+        long = narrow and problem.window > SHORT_WINDOW
+        stages, ctas = 2 if narrow and not long else 1, 4 if narrow else 1
         options = [
-            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
+            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped, keep_b=not long)
             for heads, capped in itertools.product((4, 2), (ctas, 1))
         ]
         options = [c for c in options if c.is_valid(problem, target)]
         if options:  # fewer heads a CTA where a long window's x takes the room of a CTA
-            return max(
-                options, key=lambda c: min(CTAS, target.shared_per_sm // (c.shared_bytes(problem) + SHARED_RESERVED))
-            )
-    wide = TileConfig(tiles_per_warp=2)
+            return max(options, key=lambda c: min(CTAS, resident(problem, c, target)))
+    # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
+    keep_b = problem.read_bytes == 4 or problem.window <= 2 * SKIPPED
+    wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
     if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
-        layout = shared_layout(problem, wide)
-        if layout.tiles <= layout.tile_warps:
+        if first_tiles(problem, wide) <= wide.warps(problem):
             return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
-        config = TileConfig(head_split=split)
+        config = TileConfig(head_split=split, keep_b=keep_b)
         if config.is_valid(problem, target):
             return config
     raise ValueError(
