@@ -311,8 +311,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
     Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
-    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once. From batch 64 on (62) four heads a CTA with `usual_tail` are. A head whose state is larger than the target's
-    shared memory is split over the fewest CTAs that hold it.
+    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once. From batch 64 on (62) four
+    heads a CTA with `usual_tail` are. A head whose state is larger than the target's shared memory is split over the
+    fewest CTAs that hold it.
 
     Raises:
         ValueError: if nothing fits.
@@ -320,9 +321,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
         # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
-        # Measured at batch 64 and 256: 85.0 and 319.4 us (f32), 50.0 and 178.2 us (bf16). With bf16 the inputs of a long
-        # window take as much shared memory as states, and one stage with B from L2 lets more CTAs in: at batch 256
-        # W 32 takes 194 us (as above: 202), W 64 251 us (283).
+        # Measured at batch 64 and 256: 85.0 and 319.4 us (f32), 50.0 and 178.2 us (bf16). With bf16 the inputs of a
+        # long window take as much shared memory as states, and one stage with B from L2 lets more CTAs in: at batch
+        # 256 W 32 takes 194 us (as above: 202), W 64 251 us (283).
         narrow = problem.read_bytes < 4
         long = narrow and problem.window > SHORT_WINDOW
         stages, ctas = 2 if narrow and not long else 1, 4 if narrow else 1
@@ -336,9 +337,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
     keep_b = problem.read_bytes == 4 or problem.window <= 2 * SKIPPED
     wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
-    if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
-        if first_tiles(problem, wide) <= wide.warps(problem):
-            return wide
+    enough = batch * problem.heads >= SOME * target.sms
+    if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
+        return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
         config = TileConfig(head_split=split, keep_b=keep_b)
         if config.is_valid(problem, target):
