@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from replayssm_tuning import decoding
-from replayssm_tuning.decoding import Inputs, Stream
+from replayssm_tuning.decoding import Inputs, Steps, Stream
 
 import replayssm_cute
 from replayssm_cute.problem import Problem
@@ -32,7 +32,7 @@ def inputs(count: int, requests: int = 2) -> Inputs:
 
 
 def stream(count: int = 40) -> Stream:
-    return Stream(inputs(count), PROBLEM.tokens, torch.Generator().manual_seed(1))
+    return Stream(inputs(count), Steps(count, PROBLEM.tokens, torch.Generator().manual_seed(1)))
 
 
 def test_acceptance_ends_with_the_last_token() -> None:
@@ -48,9 +48,9 @@ def test_steps_run_the_tokens_in_order_and_the_cursors_are_those_of_commits() ->
     b, p = 2, PROBLEM
     start, pnat = torch.zeros(2, b, dtype=torch.int32)
     cache = decoding.plan.scratch_call(p, torch.device("cpu"), b)
-    out = torch.zeros(len(given.accepted), *cache.out.shape)
+    out = torch.zeros(len(given.steps.accepted), *cache.out.shape)
     done = flushes = 0
-    for call, accepted in zip(given.calls(cache, out, None), given.accepted, strict=True):
+    for call, accepted in zip(given.calls(cache, out, None), given.steps.accepted, strict=True):
         assert torch.equal(call.ring_start, start) and torch.equal(call.prev_num_accepted_tokens, pnat)
         flushes += int(pnat[0]) + p.tokens > p.window
         for name in ("x", "B", "C"):
@@ -60,18 +60,18 @@ def test_steps_run_the_tokens_in_order_and_the_cursors_are_those_of_commits() ->
         taken = torch.full((b,), accepted)
         replayssm_cute.commit(start, pnat, torch.arange(b), taken, tokens=p.tokens, window=p.window)
         done += accepted
-    assert done == len(given) == 40 and flushes > 3
+    assert done == given.steps.count == 40 and flushes > 3
 
 
 def test_wrong_drafts_are_other_tokens() -> None:
     """Else a step that takes in rejected tokens would not be seen."""
     given = stream(200)
     cache = decoding.plan.scratch_call(PROBLEM, torch.device("cpu"), 2)
-    calls = given.calls(cache, torch.zeros(len(given.accepted), *cache.out.shape), None)
+    calls = given.calls(cache, torch.zeros(len(given.steps.accepted), *cache.out.shape), None)
     other = total = 0
-    for call, first, accepted in zip(calls, given.first.tolist(), given.accepted, strict=True):
+    for call, first, accepted in zip(calls, given.steps.first.tolist(), given.steps.accepted, strict=True):
         for place in range(accepted, PROBLEM.tokens):
-            if first + place < len(given):
+            if first + place < given.steps.count:
                 total += 1
                 other += not torch.equal(call.x[:, place], given.inputs.x[first + place])
     assert total > 50 and other > 0.9 * total
@@ -107,7 +107,7 @@ def test_a_rounded_state_is_rounded_after_every_token() -> None:
 
 def test_errors_of_spans() -> None:
     """Each span's own; a step belongs to where it begins, the rest to the last full span."""
-    given = stream(45)
+    given = stream(45).steps
     truth = torch.ones(45, 2, 4, 64).double()
     got = truth.clone()
     bad = next(i for i, step in enumerate(given.at[0].tolist()) if i >= 20 and int(given.first[step]) < 20)

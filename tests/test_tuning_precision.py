@@ -57,7 +57,7 @@ def test_the_truth_is_the_recurrence() -> None:
     """A window of one token is the standard update: two ways to the same numbers."""
     study = dataclasses.replace(STUDY, tokens=24, problem=dataclasses.replace(SMALL, tokens=1))
     truth = precision.Truth(study, torch.device("cpu"))
-    assert truth.stream.accepted == [1] * 24
+    assert truth.stream.steps.accepted == [1] * 24
     assert float(truth.curve("f32", 1)["error"].max()) < 1e-6
 
 

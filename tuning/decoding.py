@@ -1,15 +1,16 @@
 """Long generations, decoded with any kind of state: what the studies of errors share.
 
-A `Stream` is a sequence of tokens and the order in which steps run them: T a step, some accepted, the others wrong
-drafts. All that does not depend on the kind of state is made once: each step's inputs, the cursors (`ring.commit`, for
-each window), and the outputs of the token-by-token recurrence. A step is then one launch, with nothing between it and
-the next one; errors are added up afterwards.
+`Steps` say in which order a sequence of tokens is run: T a step, some accepted, the others wrong drafts; a `Stream` is
+such steps with their inputs. All that does not depend on the kind of state is made once: each step's inputs, the
+cursors (`ring.commit`, for each window), and the outputs of the token-by-token recurrence. A step is then one launch,
+with nothing between it and the next one; errors are added up afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,62 +55,73 @@ def acceptance(count: int, tokens: int, generator: torch.Generator) -> list[int]
     return [int(a) for a in drawn[:steps]]
 
 
-class Stream:
-    """Tokens, and the steps that decode them: the same for every kind of state.
+class Steps:
+    """The steps that decode n tokens.
 
     Attributes:
-        inputs: the accepted tokens, in order.
-        tokens: T.
+        count, tokens: n, and T.
         accepted: tokens accepted in each step; all requests accept alike, so that a span holds the same tokens of each.
-        first: (steps,) int64 on the CPU, the first token of each step.
-        at: the step, and the place in it, that decoded each accepted token: two (n,) int64.
+        rows: (steps, T) int64, the token at each place of a step: the next ones where it is accepted; a wrong draft is
+            a token from elsewhere in the sequence.
+        first: (steps,) int64, the first token of each step.
+        at: the step, and the place in it, that decoded each token: two (n,) int64.
+
+    Tensors are on the CPU.
     """
 
-    def __init__(self, inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
-        n, device = len(inputs.x), inputs.device
-        self.inputs, self.tokens = inputs, tokens
-        self.accepted = acceptance(n, tokens, generator)
+    def __init__(self, count: int, tokens: int, generator: torch.Generator) -> None:
+        self.count, self.tokens = count, tokens
+        self.accepted = acceptance(count, tokens, generator)
         counts = torch.tensor(self.accepted)
         self.first = counts.cumsum(0) - counts
         place = torch.arange(tokens)
         right = place < counts[:, None]
-        # a wrong draft is a token from elsewhere in the sequence
-        wrong = torch.randint(0, n, right.shape, generator=generator)
-        rows = torch.where(right, self.first[:, None] + place, wrong).to(device)
-        self.at = tuple(t.to(device) for t in right.nonzero(as_tuple=True))
+        wrong = torch.randint(0, count, right.shape, generator=generator)
+        self.rows = torch.where(right, self.first[:, None] + place, wrong)
+        self.at = right.nonzero(as_tuple=True)
+        self._cursors: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-        def steps(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def cursors(self, window: int, requests: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(ring_start, pnat) of every step, each (b,) int32: `ring.commit` of the steps before, from an empty ring."""
+        key = window, requests, device
+        if key not in self._cursors:
+            start, pnat = torch.zeros(2, requests, dtype=torch.int32)
+            slots, seen = torch.arange(requests), []
+            for accepted in self.accepted:
+                seen.append(torch.stack((start, pnat)))
+                taken = torch.full((requests,), accepted)
+                ring.commit(start, pnat, slots, taken, tokens=self.tokens, window=window)
+            moved = torch.stack(seen).to(device)
+            self._cursors[key] = list(zip(moved[:, 0].unbind(0), moved[:, 1].unbind(0), strict=True))
+        return self._cursors[key]
+
+
+class Stream:
+    """Steps and what they are given: the same for every kind of state.
+
+    Attributes:
+        inputs: the accepted tokens, in order.
+        steps: how they are run.
+    """
+
+    def __init__(self, inputs: Inputs, steps: Steps) -> None:
+        self.inputs, self.steps = inputs, steps
+        rows = steps.rows.to(inputs.device)
+
+        def by_step(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
             """Views (b, T, ...), one a step."""
             return t[rows].transpose(1, 2).contiguous().unbind(0)
 
-        self._x, self._B, self._C = (steps(t) for t in (inputs.x, inputs.B, inputs.C))
-        self._dt = tuple(spread(t, inputs.x.shape[3]) for t in steps(inputs.dt))
-        self._cursors: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def __len__(self) -> int:
-        """Accepted tokens of a request."""
-        return len(self.inputs.x)
-
-    def cursors(self, window: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(ring_start, pnat) of every step, each (b,) int32: `ring.commit` of the steps before, from an empty ring."""
-        if window not in self._cursors:
-            b = self.inputs.x.shape[1]
-            start, pnat = torch.zeros(2, b, dtype=torch.int32)
-            slots, seen = torch.arange(b), []
-            for accepted in self.accepted:
-                seen.append(torch.stack((start, pnat)))
-                ring.commit(start, pnat, slots, torch.full((b,), accepted), tokens=self.tokens, window=window)
-            moved = torch.stack(seen).to(self.inputs.device)
-            self._cursors[window] = [(s, p) for s, p in zip(moved[:, 0].unbind(0), moved[:, 1].unbind(0), strict=True)]
-        return self._cursors[window]
+        self._x, self._B, self._C = (by_step(t) for t in (inputs.x, inputs.B, inputs.C))
+        self._dt = tuple(spread(t, inputs.x.shape[3]) for t in by_step(inputs.dt))
 
     def calls(self, cache: Call, out: torch.Tensor, seeds: torch.Tensor | None) -> Iterator[Call]:
         """The call of each step on a cache's tensors, one object anew; out (steps, b, T, H, P), seeds (steps, 1)."""
         given = self.inputs
-        steps, P, N = len(self.accepted), given.x.shape[3], given.B.shape[3]
+        requests, P, N = given.x.shape[1], given.x.shape[3], given.B.shape[3]
         rate, bias = spread(given.rate, P, N), spread(given.bias, P)
-        every_seed: Sequence[torch.Tensor | None] = [None] * steps if seeds is None else seeds.unbind(0)
-        cursors = self.cursors(cache.x_cache.shape[2] - self.tokens)
+        every_seed: Sequence[torch.Tensor | None] = [None] * len(self._x) if seeds is None else seeds.unbind(0)
+        cursors = self.steps.cursors(cache.x_cache.shape[2] - self.steps.tokens, requests, given.device)
         per_step = (cursors, self._x, self._dt, self._B, self._C, out.unbind(0), every_seed)
         call = dataclasses.replace(cache, A=rate, dt_bias=bias)
         for (start, pnat), x, dt, B, C, y, seed in zip(*per_step, strict=True):
@@ -159,7 +171,7 @@ def decode(
     Raises:
         ValueError: if the stream's tensors are not of `problem`.
     """
-    device, requests, steps = stream.inputs.device, stream.inputs.x.shape[1], len(stream.accepted)
+    device, requests, steps = stream.inputs.device, stream.inputs.x.shape[1], len(stream.steps.accepted)
     cache = plan.scratch_call(problem, device, requests)
     seeds = None
     if problem.philox_rounds is not None:
@@ -178,28 +190,29 @@ def decode(
         kernel = compiler.get(problem, config, target.of_device(torch.cuda.current_device()))
         for call in stream.calls(cache, out, seeds):
             kernel(*plan.kernel_args(call))
-    return out[stream.at[0], :, stream.at[1]]
+    step, place = (t.to(device) for t in stream.steps.at)
+    return out[step, :, place]
 
 
-def errors(stream: Stream, got: torch.Tensor, truth: torch.Tensor, span: int, by_step: bool = True) -> torch.Tensor:
-    """(spans,) float64: the error of each `span` accepted tokens, relative, 2-norm over requests, heads and columns.
+def errors(steps: Steps, got: torch.Tensor, truth: torch.Tensor, span: int, by_step: bool = True) -> torch.Tensor:
+    """(spans,) float64: the error of each `span` accepted tokens, relative, 2-norm over requests, heads, columns.
 
     A step's tokens go to the span of its first one (without `by_step`, for the token-by-token update, each to its own),
     and what is left after the last full span to that one.
     """
-    number = torch.arange(len(stream)) if not by_step else stream.first[stream.at[0].cpu()]
-    number = (number // span).clamp(max=points(stream, span) - 1)
-    sums = torch.zeros(2, points(stream, span), dtype=torch.float64)
+    number = torch.arange(steps.count) if not by_step else steps.first[steps.at[0]]
+    number = (number // span).clamp(max=points(steps, span) - 1)
+    sums = torch.zeros(2, points(steps, span), dtype=torch.float64)
     for total, each in zip(sums, ((got.double() - truth), truth), strict=True):
         total.index_add_(0, number, each.square().sum((1, 2, 3)).cpu())
     return (sums[0] / sums[1]).sqrt()
 
 
-def points(stream: Stream, span: int) -> int:
+def points(steps: Steps, span: int) -> int:
     """Points of a curve."""
-    return max(1, len(stream) // span)
+    return max(1, steps.count // span)
 
 
-def ends(stream: Stream, span: int) -> list[int]:
+def ends(steps: Steps, span: int) -> list[int]:
     """The accepted token that each point of a curve ends with."""
-    return [*(span * (k + 1) for k in range(points(stream, span) - 1)), len(stream)]
+    return [*(span * (k + 1) for k in range(points(steps, span) - 1)), steps.count]

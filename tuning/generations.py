@@ -23,7 +23,7 @@ from replayssm_cute import dtypes, tables, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
-from .decoding import Inputs, Stream, decode, ends, errors, recurrence
+from .decoding import Inputs, Steps, Stream, decode, ends, errors, recurrence
 from .study_run import StudyRun, add_budget
 
 PROBLEM = Problem(heads=8, head_dim=64, d_state=128, groups=2, tokens=4, window=16)
@@ -70,7 +70,7 @@ class Truth:
             bias=uniform(p.dt_bias_dtype or "f32", -2.0, 0.0, p.heads),
         )
         self.study = study
-        self.stream = Stream(inputs, p.tokens, gen)
+        self.stream = Stream(inputs, Steps(n, p.tokens, gen))
         self.outputs = recurrence(inputs, torch.float64)
 
     def curves(self, state: str) -> pd.DataFrame:
@@ -80,8 +80,8 @@ class Truth:
         standard = recurrence(inputs, torch.float32, dtypes.TORCH[state]).to(inputs.x.dtype)
         frames = []
         for update, got in (("replay", decode(self.stream, problem, config)), ("every token", standard)):
-            found = errors(self.stream, got, self.outputs, SPAN)
-            points = {"token": ends(self.stream, SPAN), "error": found.tolist()}
+            found = errors(self.stream.steps, got, self.outputs, SPAN)
+            points = {"token": ends(self.stream.steps, SPAN), "error": found.tolist()}
             frames.append(pd.DataFrame({"state": state, "update": update, **points}))
         return pd.concat(frames, ignore_index=True)
 

@@ -30,7 +30,7 @@ from replayssm_cute import dtypes, target
 from replayssm_cute.config import TileConfig, default_config
 from replayssm_cute.problem import Problem
 
-from .decoding import Inputs, Stream, decode, ends, errors, recurrence
+from .decoding import Inputs, Steps, Stream, decode, ends, errors, recurrence
 from .study_run import StudyRun, add_budget
 
 PROBLEM = Problem(heads=16, head_dim=64, d_state=128, groups=2, tokens=4, window=16)
@@ -94,7 +94,7 @@ class Truth:
             bias=(at_zero + torch.log(-torch.expm1(-at_zero))).to(io).to(device),
         )
         self.study = study
-        self.stream = Stream(inputs, p.tokens, gen)
+        self.stream = Stream(inputs, Steps(n, p.tokens, gen))
         self.outputs = recurrence(inputs, torch.float64)
 
     def standard(self) -> pd.DataFrame:
@@ -103,17 +103,17 @@ class Truth:
         got = recurrence(inputs, torch.float32)
         if inputs.device.type == "cuda":  # as the kernels' outputs are
             got = got.to(inputs.x.dtype)
-        return self._frame(STANDARD, 0, errors(self.stream, got, self.outputs, SPAN, by_step=False))
+        return self._frame(STANDARD, 0, errors(self.stream.steps, got, self.outputs, SPAN, by_step=False))
 
     def curve(self, kind: str, window: int) -> pd.DataFrame:
         """The curve of a kind of state and a window."""
         p, device = problem_of(self.study, kind, window), self.stream.inputs.device
         config = None if device.type == "cpu" else config_of(p, self.study.requests)
         got = decode(self.stream, p, config, seed=self.study.seed, wide=torch.float64)
-        return self._frame(kind, window, errors(self.stream, got, self.outputs, SPAN))
+        return self._frame(kind, window, errors(self.stream.steps, got, self.outputs, SPAN))
 
     def _frame(self, kind: str, window: int, found: torch.Tensor) -> pd.DataFrame:
-        points = {"token": ends(self.stream, SPAN), "error": found.tolist()}
+        points = {"token": ends(self.stream.steps, SPAN), "error": found.tolist()}
         return pd.DataFrame({"state": kind, "window": window, **points})
 
 
