@@ -1,17 +1,27 @@
-"""Kernels of GPU tests, compiled in parallel before them: a first call would compile them one after the other."""
+"""Kernels of GPU tests, compiled in parallel before them: a first call would compile them one after the other.
+
+Tests name theirs by the mark `kernels`, and tests/conftest.py compiles what the selected ones name; `recipes_of` says
+how. Files whose tests share a matrix of kernels have a fixture of their own. What a run compiled one by one all the
+same, its summary says.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from replayssm_tuning.kernel_pool import KernelPool
 
-from replayssm_cute import compiler, plan, selfcheck, tables, target
+from replayssm_cute import compiler, plan, selfcheck, target
+from replayssm_cute.cache.recipes import all_of
+from replayssm_cute.cache.spec import CacheSpec
 from replayssm_cute.compiler import Recipe, StepRecipe
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches
@@ -19,15 +29,44 @@ from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
 
-def ready(*problems: Problem, batches: tuple[int, ...] = ()) -> None:
-    """Compile every config that a call of these problems can get, of batches that no table names those given too."""
-    where = target.of_device(torch.cuda.current_device())
-    compile_all(
-        [
-            *(StepRecipe(p, c) for p in problems for c in tables.candidates(p, where)),
-            *(StepRecipe(p, tables.choose(p, b, where).config) for p in problems for b in batches),
-        ]
-    )
+Named = Any  # see `recipes_of`
+
+
+def recipes_of(what: Named, where: Target, params: Mapping[str, Any]) -> Iterator[Recipe]:
+    """The kernels that an argument of the mark `kernels` names.
+
+    Args:
+        what: a Problem: every config that its calls may get; a CacheSpec: its cache's kernels; a (Problem, TileConfig)
+            or a recipe: this one; a function: those that it gives for a target and for what it takes of the parameters.
+        params: of the test.
+    """
+    if isinstance(what, Problem):
+        with rehearsal(where) as seen:
+            for batch in (1, 512):
+                plan.make(what, batch, 0)
+        yield from seen
+    elif isinstance(what, CacheSpec):
+        yield from all_of(what)
+    elif isinstance(what, tuple):
+        yield StepRecipe(*what)
+    elif inspect.isfunction(what):
+        taken = {name: params[name] for name in list(inspect.signature(what).parameters)[1:]}
+        for each in what(where, **taken):
+            yield from recipes_of(each, where, params)
+    else:
+        yield what
+
+
+def named(items: Iterable[pytest.Item], where: Target) -> list[Recipe]:
+    """The kernels that the GPU tests among `items` name, of those that are not skipped."""
+    found: dict[Recipe, None] = {}
+    for item in items:
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("skip"):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            for mark in item.iter_markers("kernels"):
+                for what in mark.args:
+                    found |= dict.fromkeys(recipes_of(what, where, params))
+    return list(found)
 
 
 def compile_all(recipes: Iterable[Recipe]) -> None:
@@ -37,6 +76,14 @@ def compile_all(recipes: Iterable[Recipe]) -> None:
             pool.fill(recipes, "tests")
         except Exception as error:
             warnings.warn(f"kernels are compiled one by one, since one does not compile: {error}", stacklevel=2)
+
+
+def copy_stored(recipes: Iterable[Recipe], where: Target, folder: Path) -> None:
+    """Put kernels that the cache holds into another one, for a test that must have a cache of its own."""
+    for recipe in recipes:
+        stored = compiler._directory(recipe, where.arch)
+        if stored.is_dir():
+            shutil.copytree(stored, folder / stored.name, dirs_exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -71,7 +118,7 @@ def rehearsal(where: Target) -> Iterator[list[Recipe]]:
         yield seen
 
 
-def of_layers(made: Iterable[dict[str, Any]], where: Target) -> list[Recipe]:
+def of_layers(where: Target, *made: dict[str, Any]) -> list[Recipe]:
     """The kernels that `fused.launches.make` readies for these of its keyword arguments, but the device."""
     with rehearsal(where) as seen:
         for arguments in made:

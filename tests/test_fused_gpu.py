@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import gpu_kernels
 import pytest
 import torch
 from fused_bounds import ALIKE, APPENDED, EXACT, RowErrors, error
 from fused_calls import copied, kwargs, layer, random_layer_call, random_steps
+from gpu_kernels import of_layers
 from gpu_matrix import GEOMETRIES, tile_config
 from test_fused_reference import WIDE, RoundedHistory, fresh
 
@@ -63,17 +63,17 @@ SEVEN = layer(dataclasses.replace(STEP, tokens=7), norm_groups=4)
 BATCHES, X_BATCHES, OVERLAP_BATCHES, CUT_BATCHES = (1, 3, 40), (3, 40), (1, 17, 64), (1, 7, 64)
 
 
-def one(problem: LayerProblem) -> TileConfig:
+def one(problem: LayerProblem, where: target.Target) -> TileConfig:
     """The plain config of a problem's step."""
-    return tile_config("one", dataclasses.replace(problem.step, pdl=True), plan.device_target(0))
+    return tile_config("one", dataclasses.replace(problem.step, pdl=True), where)
 
 
-def with_x(problem: LayerProblem) -> tuple[Chain, ...]:
+def with_x(problem: LayerProblem, where: target.Target) -> tuple[Chain, ...]:
     """Chains whose step convolves x: configs of one head a CTA and of several."""
     heads = 2 if problem.step.heads_per_group % 2 == 0 else 1
     several = TileConfig(heads_per_cta=heads, tail_rows=8 * (heads - 1))
     return (
-        Chain(Overlap.INNER_X, one(problem)),
+        Chain(Overlap.INNER_X, one(problem, where)),
         Chain(Overlap.ALL_X, early=True),
         Chain(Overlap.ALL_X, several),
     )
@@ -99,36 +99,13 @@ def cut() -> Iterator[Chain]:
         yield Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100), kind.x_in_step and number > 1)
 
 
-def made() -> Iterator[dict[str, Any]]:
-    """What the tests here ask of `launches.make`, of which `decode_step` is one caller."""
-
-    def asked(problems: Iterable[LayerProblem], batches: Iterable[int], **how: Any) -> Iterator[dict[str, Any]]:
-        return ({"problem": p, "batch": b, **how} for p in problems for b in batches)
-
-    for problem in PROBLEMS:
-        yield from asked([problem], BATCHES, config=one(problem))
-    for problem in PROBLEMS[::2]:
-        for chain in with_x(problem):
-            yield from asked([problem], X_BATCHES, overlap=chain)
-    yield from asked(HUNDRED.values(), [3])
-    for overlap in Overlap:
-        yield from asked([LARGE], OVERLAP_BATCHES, overlap=overlap)
-    for how in (*shaped(), *({"overlap": chain} for chain in cut())):
-        yield from asked([LARGE], CUT_BATCHES, **how)
-    yield from asked([SEVEN, layer(STEP)], [2])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    """Compile everything in parallel first."""
-    if torch.cuda.is_available():
-        gpu_kernels.compile_all(gpu_kernels.of_layers(made(), target.of_device(torch.cuda.current_device())))
-
-
 def on_gpu(call: LayerCall) -> LayerCall:
     return copied(call, "cuda")
 
 
+@pytest.mark.kernels(
+    lambda where, problem, batch: of_layers(where, {"problem": problem, "batch": batch, "config": one(problem, where)})
+)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=LayerProblem.label)
 def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +114,11 @@ def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.
     check_step(problem, batch, None)
 
 
+@pytest.mark.kernels(
+    lambda where, problem, batch: of_layers(
+        where, *({"problem": problem, "batch": batch, "overlap": chain} for chain in with_x(problem, where))
+    )
+)
 @pytest.mark.parametrize("batch", X_BATCHES)
 @pytest.mark.parametrize("problem", PROBLEMS[::2], ids=LayerProblem.label)
 def test_a_step_that_convolves_x_against_float64(
@@ -144,7 +126,7 @@ def test_a_step_that_convolves_x_against_float64(
 ) -> None:
     """The same, where the conv has B and C alone; configs of one head a CTA and of several."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
-    for chain in with_x(problem):
+    for chain in with_x(problem, plan.device_target(torch.cuda.current_device())):
         check_step(problem, batch, chain)
 
 
@@ -155,7 +137,8 @@ def check_step(problem: LayerProblem, batch: int, chain: Chain | None) -> None:
     call = on_gpu(random_layer_call(problem, batch, padding=padding, wide=16 if batch == 3 else 0, seed=batch))
     before, exact, model = copied(call), copied(call, **WIDE), copied(call)
     if chain is None:
-        assert replayssm_cute.decode_step(**kwargs(call), config=one(problem)) is call.out
+        config = one(problem, plan.device_target(torch.cuda.current_device()))
+        assert replayssm_cute.decode_step(**kwargs(call), config=config) is call.out
     else:
         launches.make(layer_problem(call), batch, torch.cuda.current_device(), overlap=chain).launch(call)
     groups = problem.norm_groups
@@ -189,6 +172,7 @@ def check_step(problem: LayerProblem, batch: int, chain: Chain | None) -> None:
         assert torch.equal(got[untouched].nan_to_num(), old[untouched].nan_to_num()), name
 
 
+@pytest.mark.kernels(lambda where, tokens: of_layers(where, {"problem": HUNDRED[tokens], "batch": 3}))
 @pytest.mark.parametrize("tokens", HUNDRED)
 def test_a_hundred_steps_of_random_acceptance_in_a_graph(tokens: int) -> None:
     """One captured step and commit, replayed; outputs are those of a recurrence that saw accepted tokens alone."""
@@ -231,6 +215,9 @@ def test_a_hundred_steps_of_random_acceptance_in_a_graph(tokens: int) -> None:
     assert errors.whole() < EXACT["bf16"]
 
 
+@pytest.mark.kernels(
+    lambda where, batch: of_layers(where, *({"problem": LARGE, "batch": batch, "overlap": o} for o in Overlap))
+)
 @pytest.mark.parametrize("batch", OVERLAP_BATCHES)
 def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> None:
     """Many steps back to back in one graph, each on inputs that a kernel before it has just written."""
@@ -257,6 +244,11 @@ def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> 
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
+@pytest.mark.kernels(
+    lambda where, batch: of_layers(
+        where, *({"problem": LARGE, "batch": batch, **how} for how in (*shaped(), *({"overlap": c} for c in cut())))
+    )
+)
 @pytest.mark.parametrize("batch", CUT_BATCHES)
 def test_other_cuts_give_the_same_bits(batch: int) -> None:
     """Convs of several rows a thread or some tokens of one, norms of several tokens a CTA, x in the step or not."""
@@ -276,6 +268,7 @@ def test_other_cuts_give_the_same_bits(batch: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
+@pytest.mark.kernels(lambda where: of_layers(where, {"problem": SEVEN, "batch": 2}))
 def test_a_capture_before_a_first_call_is_refused_by_name() -> None:
     call = on_gpu(random_layer_call(SEVEN, 2))
     replayssm_cute.decode_step(**kwargs(copied(call)))
@@ -288,6 +281,7 @@ def test_a_capture_before_a_first_call_is_refused_by_name() -> None:
         replayssm_cute.decode_step(**kwargs(call))
 
 
+@pytest.mark.kernels(lambda where: of_layers(where, {"problem": layer(STEP), "batch": 2}))
 def test_bad_input_is_refused_before_a_launch() -> None:
     call = on_gpu(random_layer_call(layer(STEP), 2))
     replayssm_cute.decode_step(**kwargs(call))
