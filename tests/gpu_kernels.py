@@ -28,8 +28,9 @@ from replayssm_cute.fused import launches
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
-
 Named = Any  # see `recipes_of`
+of_problem = pytest.mark.kernels(lambda where, problem: [problem])
+"""Names the parameter `problem` of a test."""
 
 
 def recipes_of(what: Named, where: Target, params: Mapping[str, Any]) -> Iterator[Recipe]:
@@ -79,11 +80,12 @@ def compile_all(recipes: Iterable[Recipe]) -> None:
 
 
 def copy_stored(recipes: Iterable[Recipe], where: Target, folder: Path) -> None:
-    """Put kernels that the cache holds into another one, for a test that must have a cache of its own."""
+    """Put kernels that the cache holds, not their verdicts, into another one: for a test that must have its own."""
     for recipe in recipes:
         stored = compiler._directory(recipe, where.arch)
         if stored.is_dir():
-            shutil.copytree(stored, folder / stored.name, dirs_exist_ok=True)
+            ignored = shutil.ignore_patterns("*.verdict")
+            shutil.copytree(stored, folder / stored.name, ignore=ignored, dirs_exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from replayssm_tuning.generations import STATES, Study
 from replayssm_cute import ring
 
 SMALL = dataclasses.replace(Study().problem, heads=2, d_state=64, groups=1, tokens=3, window=5)
+ANCHOR = Study(512, dataclasses.replace(Study().problem, tokens=1, window=1), 4)
 # Errors that the end of a generation may have: rounding of the bf16 outputs (1.65e-3), and of the state at each flush.
 LIMITS = {"f32": 2.2e-3, "f16": 2.2e-3, "bf16": 6e-3}
 
@@ -64,6 +65,7 @@ def test_the_command_writes_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, state: [generations.kernel_of(Study(), state, where)])
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_4096_tokens_on_the_device(state: str) -> None:
@@ -73,10 +75,10 @@ def test_4096_tokens_on_the_device(state: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, state: [generations.kernel_of(ANCHOR, state, where)])
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_a_window_of_one_on_the_device(state: str) -> None:
     """The anchor: nothing is replayed, every step flushes what the last one brought."""
-    problem = dataclasses.replace(Study().problem, tokens=1, window=1)
-    curves = curves_of(Study(512, problem, 4), state, "cuda")
+    curves = curves_of(ANCHOR, state, "cuda")
     assert end(curves, "replay") < LIMITS[state]

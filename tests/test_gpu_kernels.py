@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import importlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gpu_kernels
 import pytest
 import test_fused_early_gpu
 import test_fused_gpu
+import test_plan
 import torch
-from fused_calls import copied, kwargs, layer, random_layer_call
+from fused_calls import layer, random_layer_call
 from replayssm_tuning import layer_search
 
 from replayssm_cute import compiler, plan, tables, target
-from replayssm_cute.compiler import StepRecipe
+from replayssm_cute.compiler import Recipe, StepRecipe
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches
 from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.fused.problem import LayerCall, layer_problem
-from replayssm_cute.fused.recipes import LayerRecipe
 from replayssm_cute.fused.warmup import scratch_call
 from replayssm_cute.problem import Problem
 
 H200 = target.named("h200")
+# It makes tensors on the device itself; its kernels are those of a call of three rows.
+IN_GRAPHS = {"test_a_hundred_steps_of_random_acceptance_in_a_graph"}
 STEP = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
 
 
@@ -45,7 +52,7 @@ def test_a_rehearsal_sees_the_kernels_of_a_chain(overlap: Overlap) -> None:
     """Those that the tuner's own list of a chain's kernels has."""
     problem = layer(STEP, norm_groups=1)
     chain = Chain(overlap, TileConfig(heads_per_cta=2), ConvCut(4, 64), NormCut(4))
-    found = gpu_kernels.of_layers([{"problem": problem, "batch": 3, "overlap": chain}], H200)
+    found = gpu_kernels.of_layers(H200, {"problem": problem, "batch": 3, "overlap": chain})
     assert set(found) == set(layer_search.recipes(problem, chain, 3))
 
 
@@ -53,7 +60,7 @@ def test_decode_step_tests_with_chains_of_their_own_compile_them_before() -> Non
     early = test_fused_early_gpu
     made = [{"problem": early.PROBLEM, "batch": b, "overlap": chain} for chain in early.CHAINS for b in (1, 40)]
     before = {r for chain in early.CHAINS for r in layer_search.recipes(early.PROBLEM, chain, 1)}
-    assert set(gpu_kernels.of_layers(made, H200)) == before
+    assert set(gpu_kernels.of_layers(H200, *made)) == before
 
 
 class Asked(Exception):
@@ -61,7 +68,7 @@ class Asked(Exception):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recipe]]:
     """The kernels that bodies of tests/test_fused_gpu.py ask for up to their first launch, on the CPU."""
 
     def launch(self: launches.LayerPlan, call: LayerCall) -> torch.Tensor:
@@ -83,52 +90,102 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         yield seen
 
 
-def test_decode_step_tests_ask_for_what_was_compiled(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test that has parameters, to its launch; those of bits and cuts take the list's own items one by one."""
-    module, where = test_fused_gpu, H200
-    listed = gpu_kernels.of_layers(module.made(), where)
-    asked.clear()
-    launches._kernels.clear()
-    for problem in module.PROBLEMS:
-        for batch in module.BATCHES:
-            with pytest.raises(Asked):
-                module.check_step(problem, batch, None)
-    for problem in module.PROBLEMS[::2]:
-        for chain in module.with_x(problem):
-            for batch in module.X_BATCHES:
-                with pytest.raises(Asked):
-                    module.check_step(problem, batch, chain)
-    for body in (
-        module.test_a_capture_before_a_first_call_is_refused_by_name,
-        module.test_bad_input_is_refused_before_a_launch,
-        *(lambda b=b: module.test_other_cuts_give_the_same_bits(b) for b in module.CUT_BATCHES),
-    ):
+def named(test: Callable[..., None], **params: Any) -> set[Recipe]:
+    """What a test's mark names, for some of its parameters."""
+    (mark,) = [m for m in test.pytestmark if m.name == "kernels"]  # type: ignore[attr-defined]
+    return {r for what in mark.args for r in gpu_kernels.recipes_of(what, H200, params)}
+
+
+@pytest.mark.parametrize("name", [n for n in vars(test_fused_gpu) if n.startswith("test_") and n not in IN_GRAPHS])
+def test_decode_step_tests_ask_for_what_they_name(name: str, asked: list[Recipe]) -> None:
+    """Each body, with all its parameters, up to its launch: nothing that its mark does not name."""
+    test = getattr(test_fused_gpu, name)
+    for params in combinations(test):
+        expected = named(test, **params)
+        asked.clear()
+        launches._kernels.clear()
+        given = {"monkeypatch": pytest.MonkeyPatch()} if "monkeypatch" in inspect.signature(test).parameters else {}
         with pytest.raises(Asked):
-            body()
-    found = set(asked)
-    assert len(found) > 100 and not found - set(listed), [r.label() for r in found - set(listed)][:4]
-    rest = [*(layer_problem_of(p) for p in module.HUNDRED.values()), module.LARGE]
-    others = [{"problem": p, "batch": 3} for p in rest[:-1]]
-    others += [{"problem": module.LARGE, "batch": b, "overlap": o} for o in Overlap for b in module.OVERLAP_BATCHES]
-    others += [{"problem": module.LARGE, "batch": b, "overlap": c} for c in module.cut() for b in module.CUT_BATCHES]
-    others += [{"problem": module.LARGE, "batch": b, **how} for how in module.shaped() for b in module.CUT_BATCHES]
-    assert found | set(gpu_kernels.of_layers(others, where)) == set(listed)
+            test(**params, **given)
+        for patch in given.values():
+            patch.undo()
+        assert asked and set(asked) <= expected, params
 
 
-def layer_problem_of(problem: Any) -> Any:
-    """The problem of a call on random tensors of it, as tests draw them."""
-    return layer_problem(random_layer_call(problem, 3, wide=16))
+def test_decode_step_tests_of_several_launches_name_them_all(asked: list[Recipe]) -> None:
+    """Each chain of a test that tries some, in turn."""
+    problem = test_fused_gpu.PROBLEMS[0]
+    expected = named(test_fused_gpu.test_a_step_that_convolves_x_against_float64, problem=problem, batch=3)
+    for chain in test_fused_gpu.with_x(problem, H200):
+        with pytest.raises(Asked):
+            test_fused_gpu.check_step(problem, 3, chain)
+    assert set(asked) == expected
 
 
-def test_calls_of_the_tests_are_of_the_problems_that_were_compiled() -> None:
+def test_calls_of_the_tests_are_of_the_problems_that_are_compiled() -> None:
     """Strided rows, odd batches and padding make no other problem."""
     small = layer(dataclasses.replace(STEP, heads=4, window=4), norm_groups=2)
     for wide, batch in ((0, 1), (8, 2), (16, 3)):
         call = random_layer_call(small, batch, padding=(1,) if batch > 1 else (), wide=wide)
-        assert layer_problem(copied(call)) == small and kwargs(call)["out"] is call.out
+        assert layer_problem(call) == small
 
 
-def test_every_listed_kernel_can_run_on_the_gpu_that_was_measured() -> None:
-    for recipe in gpu_kernels.of_layers(test_fused_gpu.made(), H200):
-        recipe.check(H200)
-        assert isinstance(recipe, StepRecipe | LayerRecipe)
+def combinations(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """Every set of parameters of a test."""
+    axes = []
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            rows = [value if len(names) > 1 else (value,) for value in mark.args[1]]
+            axes.append([dict(zip([n.strip() for n in names], row, strict=True)) for row in rows])
+    for chosen in itertools.product(*axes):
+        yield {name: value for part in chosen for name, value in part.items()}
+
+
+# Files whose kernels a fixture of their own compiles in parallel, or whose tests compile in parallel themselves.
+WITH_FIXTURES = {
+    "test_step_gpu", "test_extremes", "test_property", "test_low_precision_gpu", "test_fused_early_gpu",
+    "test_tuning_bench", "test_tuning_layer_bench", "test_tuning_measure", "test_tuning_precision",
+}  # fmt: skip
+# Tests of kernels that are no recipes, or of none.
+WITHOUT = {
+    "test_gpu_standard_updates_are_right", "test_the_producer_copies_on_the_device"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("test_*.py")), ids=lambda p: p.stem)
+def test_every_gpu_test_names_its_kernels(path: Path) -> None:
+    """And what it names can run on the GPU that everything was measured on."""
+    if "mark.gpu" not in path.read_text() or path.stem in WITH_FIXTURES or path.stem == Path(__file__).stem:
+        return
+    module = importlib.import_module(path.stem)
+    whole = getattr(module, "pytestmark", [])
+    whole = whole if isinstance(whole, list) else [whole]
+    for name, test in vars(module).items():
+        if not name.startswith("test_") or not callable(test):
+            continue
+        marks = [*whole, *getattr(test, "pytestmark", [])]
+        if "gpu" not in {m.name for m in marks}:
+            continue
+        names = [what for m in marks if m.name == "kernels" for what in m.args]
+        assert names or name in WITHOUT, name
+        for params in combinations(test):
+            for recipe in {r for what in names for r in gpu_kernels.recipes_of(what, H200, params)}:
+                recipe.check(H200)
+
+
+def test_what_needs_two_gpus_is_marked() -> None:
+    """`pytest -m two_gpus` finds all of them; each is marked gpu too."""
+    found = []
+    for path in (*Path(__file__).parent.glob("test_*_gpu.py"), Path(test_plan.__file__)):
+        module = importlib.import_module(path.stem)
+        for name, test in vars(module).items():
+            if not name.startswith("test_") or not callable(test):
+                continue
+            marks = {m.name for m in getattr(test, "pytestmark", [])}
+            if "two_gpus" in marks:
+                assert "gpu" in marks
+                found.append(name)
+            else:
+                assert not {"cuda:1", '"cuda", 1'} & set(re.findall(r'cuda:1|"cuda", 1', inspect.getsource(test)))
+    assert len(found) == 4

@@ -22,6 +22,7 @@ import torch
 from replayssm_cute import dtypes, tables, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
 
 from .decoding import Inputs, Steps, Stream, decode, ends, errors, recurrence
 from .study_run import StudyRun, add_budget
@@ -75,8 +76,9 @@ class Truth:
 
     def curves(self, state: str) -> pd.DataFrame:
         """One state dtype's: columns state, update ("replay" or "every token"), token, error (relative, 2-norm)."""
-        problem, inputs = problem_of(self.study, state), self.stream.inputs
-        config = None if inputs.device.type == "cpu" else _config(problem, self.study.requests)
+        problem, inputs, config = problem_of(self.study, state), self.stream.inputs, None
+        if inputs.device.type == "cuda":
+            config = kernel_of(self.study, state, target.of_device(torch.cuda.current_device()))[1]
         standard = recurrence(inputs, torch.float32, dtypes.TORCH[state]).to(inputs.x.dtype)
         frames = []
         for update, got in (("replay", decode(self.stream, problem, config)), ("every token", standard)):
@@ -98,9 +100,10 @@ def problem_of(study: Study, state: str) -> Problem:
     )
 
 
-def _config(problem: Problem, batch: int) -> TileConfig:
-    """What a call gets; one alone, so that no others are compiled."""
-    return tables.choose(problem, batch, target.of_device(torch.cuda.current_device())).config
+def kernel_of(study: Study, state: str, where: Target) -> tuple[Problem, TileConfig]:
+    """A state dtype's problem, and the config that a call gets: one alone, so that no others are compiled."""
+    problem = problem_of(study, state)
+    return problem, tables.choose(problem, study.requests, where).config
 
 
 def draw(curves: pd.DataFrame, path: Path, title: str) -> None:
@@ -138,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     run = StudyRun(args.out, "generations", facts, device, args.budget)
     if device.type == "cuda":
-        problems = {state: problem_of(study, state) for state in STATES}
-        run.compile({state: (p, _config(p, study.requests)) for state, p in problems.items()})
+        where = target.of_device(torch.cuda.current_device())
+        run.compile({state: kernel_of(study, state, where) for state in STATES})
     truth = functools.cache(lambda: Truth(study, device))
     found = run.run({state: lambda state=state: truth().curves(state) for state in STATES})  # type: ignore[misc]
     if len(found):
