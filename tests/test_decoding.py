@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
-from replayssm_tuning import decoding
+from replayssm_tuning import decoding, precision
 from replayssm_tuning.decoding import Inputs, Steps, Stream
 
 import replayssm_cute
+from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
 PROBLEM = Problem(heads=4, head_dim=64, d_state=64, groups=2, tokens=3, window=5, d_dtype=None)
@@ -120,9 +122,36 @@ def test_errors_of_spans() -> None:
 
 def test_a_stream_of_another_problem_is_refused() -> None:
     other = dataclasses.replace(PROBLEM, dt_dtype="f32")
-    try:
+    with pytest.raises(ValueError, match="stream: its steps are of"):
         decoding.decode(stream(), other, None)
-    except ValueError as error:
-        assert str(error).startswith("stream: ")
-    else:
-        raise AssertionError("decoded")
+
+
+class PretendGpu(str):
+    """A device that makes CPU tensors and says that it is a GPU."""
+
+    type = "cuda"
+
+    def __new__(cls) -> PretendGpu:
+        return super().__new__(cls, "cpu")
+
+
+@pytest.mark.parametrize("kind", precision.KINDS)
+def test_a_gpu_gets_the_calls_of_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch a step, of the kernel's arguments in their order; the same outputs, bit for bit."""
+    given = stream(24)
+    problem = precision.problem_of(precision.Study(problem=PROBLEM), kind, 5)
+    expected = decoding.decode(given, problem, None, seed=3)
+    launched = []
+
+    def kernel(*arguments: object) -> None:
+        call = decoding.plan.call_of(problem, arguments)
+        assert decoding.plan.checked_problem(call, False) == problem
+        decoding.checkpointing_ssu_reference(**call.kwargs())
+        launched.append(call)
+
+    monkeypatch.setattr(Inputs, "device", property(lambda self: PretendGpu()))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(decoding.target, "of_device", lambda index: decoding.target.named("h200"))
+    monkeypatch.setattr(decoding.compiler, "get", lambda p, config, where: kernel if p == problem else None)
+    assert torch.equal(decoding.decode(given, problem, TileConfig(), seed=3), expected)
+    assert len(launched) == len(given.steps.accepted)
