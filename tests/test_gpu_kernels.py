@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_kernels
@@ -189,3 +190,34 @@ def test_what_needs_two_gpus_is_marked() -> None:
             else:
                 assert not {"cuda:1", '"cuda", 1'} & set(re.findall(r'cuda:1|"cuda", 1', inspect.getsource(test)))
     assert len(found) == 4
+
+
+class Item:
+    """A test as pytest selects it."""
+
+    nodeid = "a test"
+
+    def __init__(self, what: Any, *marks: str, **params: Any) -> None:
+        self.what, self.marks, self.callspec = what, marks, SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.marks
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [pytest.mark.kernels.with_args(self.what).mark]
+
+
+def test_what_selected_tests_name() -> None:
+    """Those on a GPU that are not skipped; one whose mark fails costs itself."""
+    config = TileConfig()
+    items: list[Any] = [
+        Item((STEP, config), "gpu"),
+        Item(lambda where, heads: [(dataclasses.replace(STEP, heads=heads), config)], "gpu", heads=32, other=1),
+        Item((dataclasses.replace(STEP, heads=48), config), "gpu", "skip"),
+        Item((dataclasses.replace(STEP, heads=64), config)),
+    ]
+    assert gpu_kernels.named(items, H200) == [
+        StepRecipe(STEP, config), StepRecipe(dataclasses.replace(STEP, heads=32), config)
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match="a test: what it names is not compiled before it"):
+        assert gpu_kernels.named([Item(lambda where: 1 // 0, "gpu"), items[0]], H200) == [StepRecipe(STEP, config)]  # type: ignore[list-item]
