@@ -24,7 +24,7 @@ help:
 	@echo 'make tune      sweep PLAN=$(PLAN) with TUNE_ARGS=$(TUNE_ARGS), then draw the report'
 	@echo 'make estimates make the estimated tables that the package brings anew, for the kernels in the tree; no GPU needed'
 	@echo 'make test      run the tests'
-	@echo 'make test-gpu  run only the tests that need a GPU'
+	@echo "make test-gpu  run only the tests that need a GPU; with PYTEST_ARGS='-m two_gpus' those that need two"
 	@echo 'make sanitize  run every kind of kernel under compute-sanitizer; needs a GPU and the tool'
 	@echo 'make lint      ruff format --check, ruff check, mypy'
 	@echo 'make format    let ruff format and fix'

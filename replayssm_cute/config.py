@@ -39,6 +39,8 @@ class TileConfig:
         parallel_heads: heads that a CTA takes at the same time, each with warps of its own; the others wait their turn.
         tiles_per_warp: 16-row tiles of a head's P that one warp owns: more bytes in flight and fewer instructions a
             byte, fewer warps.
+        keep_b: whether B of the ring stays in shared memory, where flushes find it. Without, they read it from L2
+            again, and a long window leaves room for more CTAs.
     """
 
     heads_per_cta: int = 1
@@ -49,6 +51,7 @@ class TileConfig:
     tail_rows: int = 0
     parallel_heads: int = 1
     tiles_per_warp: int = 1
+    keep_b: bool = True
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
@@ -58,6 +61,8 @@ class TileConfig:
         rows = self.tail_rows
         if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows < 2**31:
             raise ValueError(f"config: tail_rows is {rows!r}, expected 0 or a positive int below 2^31")
+        if not isinstance(self.keep_b, bool):
+            raise ValueError(f"config: keep_b is {self.keep_b!r}, expected a bool")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -78,13 +83,13 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 s2 p1 live c3 t8'."""
+        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 ...', B from L2 '... t8 l2'."""
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
         text = (
             f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
         )
-        return text + (f" t{self.tail_rows}" if self.tail_rows else "")
+        return text + (f" t{self.tail_rows}" if self.tail_rows else "") + ("" if self.keep_b else " l2")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""
@@ -175,7 +180,7 @@ class SharedLayout:
         inputs: offset of the heads' inputs, one head after the other, `input_bytes` for each of a head's warps.
         input_tile_bytes: of these, what belongs to one tile of 16 rows of P: x of the ring, x of the new tokens, z.
         c: offset of the new tokens' C, rows of `c_stride` bytes.
-        b: offset of B of the ring positions, which flushes read; rows of `b_stride` bytes.
+        b: offset of B of the ring positions, if it is kept for flushes; rows of `b_stride` bytes.
         products: offset of the partial sums of B·C: `slices` parts of `product_floats`, rows of `product_stride`.
         tiles, tile_warps, slices: how B·C is cut: 16-position tiles, warps that share them out, parts of N;
             tile_warps * slices warps work on it.
@@ -213,6 +218,14 @@ def _up(n: int, k: int) -> int:
     return -(-n // k) * k
 
 
+def first_tiles(problem: Problem, config: TileConfig) -> int:
+    """Tiles of B·C that warps are dealt first: those that are always there; where some are skipped, they come later."""
+    tokens_pad = _up(problem.tokens, 8)
+    if config.skips(problem):
+        return 1 + _up(tokens_pad, 16) // 16
+    return _up(config.ring_positions(problem) + tokens_pad, 16) // 16
+
+
 @functools.cache
 def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     """Where a step kernel keeps what."""
@@ -229,9 +242,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     c_stride = 2 * problem.d_state + 16  # eight rows at one column are in eight different bank quads
     b_stride = 2 * problem.d_state + 16  # so are four rows, two apart, at two neighbouring pieces
     tiles = _up(positions, 16) // 16
-    # Warps are dealt the tiles that are always there; those of older rows come in later rounds.
-    first_tiles = 1 + _up(tokens_pad, 16) // 16 if config.skips(problem) else tiles
-    tile_warps = min(warps, first_tiles)
+    tile_warps = min(warps, first_tiles(problem, config))
     units = problem.d_state // 32
     # Slices of four units keep a warp's operands within 32 registers, and leave warps to make the decay vectors of few
     # heads meanwhile. With a head for every warp no warp is left, and half the slice halves the wait.
@@ -247,7 +258,7 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     sizes = {
         "inputs": config.turns * warps * input_bytes,
         "c": problem.tokens * c_stride,
-        "b": config.ring_positions(problem) * b_stride,
+        "b": config.ring_positions(problem) * b_stride if config.keep_b else 0,
         "products": slices * product_floats * 4,
         "weights": config.heads_per_cta * weight_floats * 4 if config.turns > 1 else 0,  # else made in registers
         "vectors": config.heads_per_cta * vector_floats * 4,
@@ -282,6 +293,11 @@ SOME, MANY = 8, 48
 CTAS = 4  # a multiprocessor, of several heads each, that registers let in
 
 
+def resident(problem: Problem, config: TileConfig, target: Target) -> int:
+    """CTAs that a multiprocessor's shared memory holds."""
+    return target.shared_per_sm // (config.shared_bytes(problem) + SHARED_RESERVED)
+
+
 def usual_tail(problem: Problem, target: Target) -> int:
     """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
 
@@ -295,9 +311,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
 
     Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
-    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once: with W 32 the other is 3-9%
-    faster. From batch 64 on (62) four heads a CTA with `usual_tail` are. A head whose state is larger than the target's
-    shared memory is split over the fewest CTAs that hold it.
+    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once. From batch 64 on (62) four
+    heads a CTA with `usual_tail` are. A head whose state is larger than the target's shared memory is split over the
+    fewest CTAs that hold it.
 
     Raises:
         ValueError: if nothing fits.
@@ -305,25 +321,27 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if batch * problem.heads >= MANY * target.sms:
         tail = usual_tail(problem, target)
         # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
-        # Measured at batch 64 and 256: 84.8 and 319.5 us (f32; two at a time 87.0 and 327.2 with the kernel before),
-        # 50.7 and 180.1 us (bf16; three CTAs 54.1 and 188.3).
-        stages, ctas = (1, 1) if problem.read_bytes == 4 else (2, 4)
+        # Measured at batch 64 and 256: 85.0 and 319.4 us (f32), 50.0 and 178.2 us (bf16). With bf16 the inputs of a
+        # long window take as much shared memory as states, and one stage with B from L2 lets more CTAs in: at batch
+        # 256 W 32 takes 194 us (as above: 202), W 64 251 us (283).
+        narrow = problem.read_bytes < 4
+        long = narrow and problem.window > SHORT_WINDOW
+        stages, ctas = 2 if narrow and not long else 1, 4 if narrow else 1
         options = [
-            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped)
+            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped, keep_b=not long)
             for heads, capped in itertools.product((4, 2), (ctas, 1))
         ]
         options = [c for c in options if c.is_valid(problem, target)]
         if options:  # fewer heads a CTA where a long window's x takes the room of a CTA
-            return max(
-                options, key=lambda c: min(CTAS, target.shared_per_sm // (c.shared_bytes(problem) + SHARED_RESERVED))
-            )
-    wide = TileConfig(tiles_per_warp=2)
-    if batch * problem.heads >= SOME * target.sms and wide.is_valid(problem, target):
-        layout = shared_layout(problem, wide)
-        if layout.tiles <= layout.tile_warps:
-            return wide
+            return max(options, key=lambda c: min(CTAS, resident(problem, c, target)))
+    # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
+    keep_b = problem.read_bytes == 4 or problem.window <= 2 * SKIPPED
+    wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
+    enough = batch * problem.heads >= SOME * target.sms
+    if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
+        return wide
     for split in range(1, problem.head_dim // P_TILE + 1):
-        config = TileConfig(head_split=split)
+        config = TileConfig(head_split=split, keep_b=keep_b)
         if config.is_valid(problem, target):
             return config
     raise ValueError(

@@ -1,15 +1,18 @@
-"""Shared by all tests: an own kernel cache per run, and the rule for tests that need a GPU."""
+"""Shared by all tests: an own kernel cache per run, the rules for tests that need GPUs, and their kernels."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from replayssm_cute import target
+from replayssm_cute import compiler, target
+from replayssm_cute.compiler import Recipe
 
 
 def gpu_skip_reason() -> str | None:
@@ -50,7 +53,7 @@ ALONE = {
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files of `ALONE`; skip tests marked gpu where no GPU can run them, with the reason in the summary."""
+    """Mark the files of `ALONE`; skip tests whose GPUs are not there, with the reason in the summary."""
     for item in items:
         if item.path.name in ALONE:
             item.add_marker(pytest.mark.alone)
@@ -58,6 +61,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := gpu_skip_reason()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+    elif marked and torch.cuda.device_count() < 2:
+        for item in marked:
+            if item.get_closest_marker("two_gpus"):
+                item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+LATE: list[tuple[str, str, float]] = []  # kernels compiled one by one: test, label, seconds
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_of_gpu_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile in parallel what the selected GPU tests name by their marks `kernels`, and note what they forgot."""
+    wanted = [i for i in request.session.items if i.get_closest_marker("gpu") and not i.get_closest_marker("skip")]
+    if not wanted:
+        yield
+        return
+    import gpu_kernels
+
+    gpu_kernels.compile_all(gpu_kernels.named(wanted, target.of_device(torch.cuda.current_device())))
+    build = compiler._timed_build
+
+    def noted(recipe: Recipe, arch: str) -> Any:
+        start = time.perf_counter()
+        try:
+            return build(recipe, arch)
+        finally:
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+            LATE.append((test, recipe.label(), time.perf_counter() - start))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_timed_build", noted)
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what GPU tests had to wait for."""
+    if LATE:
+        seconds = sum(s for _, _, s in LATE)
+        terminalreporter.write_sep("-", f"{len(LATE)} kernels compiled one by one, {seconds:.0f} s")
+        for test, label, s in LATE:
+            terminalreporter.write_line(f"{s:5.1f} s  {test}: {label}")
 
 
 @pytest.fixture(autouse=True)

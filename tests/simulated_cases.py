@@ -19,6 +19,7 @@ F16 = dataclasses.replace(BASE, state_dtype="f16", io_dtype="f16", dt_dtype="f16
 FULL = dataclasses.replace(BASE, tokens=16)
 ODD = dataclasses.replace(BASE, tokens=9, window=11)
 WHOLE = TileConfig(ring="whole")
+L2 = TileConfig(keep_b=False)
 PAIRS = TileConfig(heads_per_cta=2, parallel_heads=2)
 
 CASES: dict[str, tuple[Problem, TileConfig]] = {
@@ -57,6 +58,13 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "T = W = 1, two turns": (dataclasses.replace(FOUR, tokens=1, window=1), TileConfig(heads_per_cta=2, stages=2)),
     "T = W = 1, whole": (dataclasses.replace(BASE, tokens=1, window=1), WHOLE),
     "W 32": (dataclasses.replace(BASE, window=32), TileConfig()),
+    "B from L2": (dataclasses.replace(BASE, d_state=128), L2),
+    "B from L2, whole, two turns": (FOUR, TileConfig(heads_per_cta=2, stages=2, ring="whole", keep_b=False)),
+    "B from L2, W 32, two turns": (dataclasses.replace(FOUR, window=32), TileConfig(2, tiles_per_warp=2, keep_b=False)),
+    "B from L2, T 9, W 64 bf16, gaps": (
+        dataclasses.replace(BASE, tokens=9, window=64, state_dtype="bf16", compact=False),
+        L2,
+    ),
     "T = W = 32, two turns": (
         dataclasses.replace(FOUR, tokens=32, window=32),
         TileConfig(heads_per_cta=2, stages=2),

@@ -214,6 +214,7 @@ def bad_calls() -> Iterator[tuple[calls.Call, str]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SMALL, RAGGED)
 def test_values_of_cuda_tensors_are_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that lives on the device: with REPLAYSSM_CHECK=1 nothing is written, and good calls still run."""
     monkeypatch.setattr(api, "_CHECK", True)

@@ -16,8 +16,11 @@ from test_cache_materialize import CYCLES, expected_moves, folded
 from test_cache_materialize import filled as filled_on_cpu
 
 from replayssm_cute.cache import CacheSpec, ReplayCache, launches
+from replayssm_cute.cache.recipes import CURSORS
 
 SLOTS, BATCH = 12, 6
+MANY = dataclasses.replace(SPEC, heads=2, layers=2)
+FAR = CacheSpec(layers=1, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, state_dtype="bf16")
 OPERATIONS: dict[str, Callable[..., object]] = {
     "commit": lambda c, v: c.commit(v["slots"], v["counts"]),
     "commit_ragged": lambda c, v: c.commit(v["slots"], v["counts"], v["lens"]),
@@ -65,6 +68,7 @@ def assert_alike(cache: ReplayCache, expected: ReplayCache, what: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_captured_once_and_replayed_for_fewer_rows(name: str) -> None:
     """A graph captured with full rows serves any slots, counts and padding, as the CPU has it."""
@@ -93,6 +97,7 @@ def test_captured_once_and_replayed_for_fewer_rows(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
 def test_states_move_between_devices() -> None:
     """Exported from a GPU, imported on the CPU and back: the same bits."""
     cache, other = filled("cuda"), filled("cpu")
@@ -128,6 +133,7 @@ def same_bits(cache: ReplayCache, before: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(CURSORS)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pad", [-1, 3])
 @pytest.mark.parametrize("size", [(4, 9), (32, 64)])
@@ -194,6 +200,7 @@ def check_against_float64(cache: ReplayCache, before: ReplayCache, rows: list[tu
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GEOMETRIES, ids=lambda s: f"{s.head_dim}x{s.d_state}-{s.state_dtype}-{s.window}")
 def test_materialize_against_float64(spec: CacheSpec) -> None:
     """NaN in dead rows, poisoned destinations, cycles, every count; 1e-6 of the largest element beside rounding."""
@@ -210,10 +217,10 @@ def test_materialize_against_float64(spec: CacheSpec) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(MANY)
 def test_a_large_random_batch_is_as_if_all_were_read_first() -> None:
     """Rows in long chains and cycles, more than the planning CTA has threads; exact copies, so that bits tell."""
-    spec = dataclasses.replace(SPEC, heads=2, layers=2)
-    slots = 600
+    spec, slots = MANY, 600
     gen = torch.Generator().manual_seed(8)
     model = ReplayCache.allocate(spec, slots, "cpu", A=decays(spec))
     for t in cache_tensors(model).values():
@@ -238,6 +245,7 @@ def test_a_large_random_batch_is_as_if_all_were_read_first() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GEOMETRIES, ids=lambda s: f"{s.head_dim}x{s.d_state}-{s.state_dtype}-{s.window}")
 def test_copy_and_reset_are_the_torch_path_bit_for_bit(spec: CacheSpec) -> None:
     for seed, rows in enumerate(CYCLES):
@@ -254,6 +262,7 @@ def test_copy_and_reset_are_the_torch_path_bit_for_bit(spec: CacheSpec) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(GEOMETRIES[0])
 def test_a_page_pool_with_gaps() -> None:
     """Layers interleaved in an engine's pages: the same results, and not a byte of a gap touched."""
     spec = dataclasses.replace(GEOMETRIES[0], layers=3)
@@ -274,6 +283,7 @@ def test_a_page_pool_with_gaps() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
 def test_nan_payloads_move_unchanged() -> None:
     cache = filled("cuda")
     for layer in cache.layers:
@@ -286,6 +296,7 @@ def test_nan_payloads_move_unchanged() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
 def test_a_capture_before_the_first_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of a kernel reaches a device with its first launch; afterwards any cache of that shape may capture."""
     slots = torch.tensor([1, 2], device="cuda", dtype=torch.int32)
@@ -309,10 +320,11 @@ def test_a_capture_before_the_first_use_is_refused_by_name(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(FAR)
 @pytest.mark.fault(8)
 def test_slots_beyond_2_to_the_31_elements() -> None:
     """64-bit addresses: the far end of a cache of more than 2^31 state elements."""
-    spec = CacheSpec(layers=1, heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16, state_dtype="bf16")
+    spec = FAR
     slots = 2**31 // (128 * 64 * 128) + 3
     if torch.cuda.mem_get_info()[0] < spec.total_bytes(slots) + 2**30:
         pytest.skip("not enough free GPU memory")
@@ -329,10 +341,10 @@ def test_slots_beyond_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
+@pytest.mark.two_gpus
 @pytest.mark.fault(25)
 def test_a_cache_on_another_device_than_the_current_one() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     cache = ReplayCache.allocate(SPEC, 4, "cuda:1", A=decays(SPEC))
     cache.pnat.fill_(2)
     cache.commit([1, 3], [4, 1])

@@ -215,9 +215,17 @@ def test_a_wrong_life_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         lives((4, 16), 1, deferred=False, device="cpu", sizes=[(4, 16)])
 
 
+GPU_SIZES = [(32, 64), (3, 5)]
+LIVED = [spec_of(*size) for size in GPU_SIZES]
+STEPS = [
+    spec.problem(dt_dtype="f32", d_dtype=None, dt_bias_dtype=None, dt_softplus=False, ragged=True) for spec in LIVED
+]
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels(*LIVED, *STEPS)
 @pytest.mark.parametrize("deferred", [False, True], ids=["commit", "begin_step"])
 def test_gpu_a_request_never_notices(deferred: bool) -> None:
     """The kernels in the place of the reference, at the longest windows and at short ones."""
-    run = lives((32, 64), 5 + deferred, deferred=deferred, device="cuda", sizes=[(32, 64), (3, 5)])
+    run = lives((32, 64), 5 + deferred, deferred=deferred, device="cuda", sizes=GPU_SIZES)
     assert run.done["step"] > 5 and run.done["flush"] > 0 and run.done["move"] > 0

@@ -219,9 +219,11 @@ def test_digests_of_pages_see_no_gap() -> None:
 # ---- on a GPU --------------------------------------------------------------------------------------
 
 GPU_SPEC = CacheSpec(layers=3, heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
+PROVEN = [dataclasses.replace(GPU_SPEC, state_dtype=kind) for kind in ("f32", "bf16", "f16")]
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(GPU_SPEC.problem(dt_dtype="bf16"), GPU_SPEC)
 def test_gpu_warmup_covers_what_captures_need() -> None:
     """Afterwards every operation and every batch can be captured, nothing is compiled, and no byte has changed."""
     cache = full(40, "cuda", spec=GPU_SPEC)
@@ -254,11 +256,11 @@ def step_inputs(problem: Problem, batch: int) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(*PROVEN)
 def test_gpu_warmup_proves_the_caches_kernels() -> None:
     from replayssm_cute.cache import proof
 
-    for state_dtype in ("f32", "bf16", "f16"):
-        spec = dataclasses.replace(GPU_SPEC, state_dtype=state_dtype)
+    for spec in PROVEN:
         proof._proven.clear()
         assert proof.prove(spec, torch.device("cuda", torch.cuda.current_device())) == 5
 

@@ -202,8 +202,13 @@ def test_the_default_rule_follows_the_batch() -> None:
     two_bytes = dataclasses.replace(PROBLEM, state_dtype="bf16")
     assert default_config(two_bytes, H200, 256) == TileConfig(4, 2, ctas_per_sm=4, tail_rows=8)
     assert default_config(PROBLEM, H200, 16) == TileConfig(tiles_per_warp=2)
-    long = dataclasses.replace(PROBLEM, window=32)
-    assert default_config(long, H200, 16) == TileConfig(), "three tiles of B·C would take two warps two rounds"
+    long = dataclasses.replace(two_bytes, window=32)
+    assert default_config(long, H200, 16) == TileConfig(tiles_per_warp=2), "its third tile of B·C may be left out"
+    assert default_config(long, H200, 256) == TileConfig(4, 1, ctas_per_sm=4, tail_rows=8, keep_b=False)
+    longest = dataclasses.replace(two_bytes, window=64)
+    assert default_config(longest, H200, 256) == TileConfig(2, 1, ctas_per_sm=4, tail_rows=8, keep_b=False)
+    whole = dataclasses.replace(PROBLEM, tokens=17, window=24)
+    assert default_config(whole, H200, 16) == TileConfig(), "three tiles of B·C would take two warps two rounds"
     fourteen = dataclasses.replace(PROBLEM, heads=112)
     assert default_config(fourteen, H200, 256).heads_per_cta == 2, "14 heads a group do not divide by 4"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_kernels import ready
+from gpu_kernels import of_problem
 
 import replayssm_cute
 from replayssm_cute import DecodeGraphs, GraphInput, compare, packing, plan
@@ -48,19 +48,11 @@ ODD_HEADS = [
 ]
 SERVED = CacheSpec(layers=1, heads=16, head_dim=64, d_state=128, groups=1, tokens=1, window=16)
 SERVED_PROBLEM = SERVED.problem(dt_dtype="f32", d_dtype=None, dt_bias_dtype=None, dt_softplus=False)
-PROBLEMS = [
-    *(SMALL, ONE_TOKEN, RAGGED, RAGGED_BF16, FAR, RAGGED_FAR, WIDE, RAGGED_WIDE, SERVED_PROBLEM),
-    *(*LARGE_BATCH, *ODD_HEADS),
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
-    """Compile everything in parallel. Each kernel is held to more here than in its self-check."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    ready(*PROBLEMS, batches=(512,))
+def _unchecked() -> Iterator[None]:
+    """Each kernel is held to more here than in its self-check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLAYSSM_SELFCHECK", "0")
         yield
@@ -96,6 +88,7 @@ def needs_memory(nbytes: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.fault(1, 3)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e4])
+@of_problem
 @pytest.mark.parametrize("problem", LARGE_BATCH, ids=["f32", "f16", "ragged"])
 def test_dead_rows_and_the_null_slot_change_no_bit_of_a_large_batch(problem: Problem, garbage: float) -> None:
     """512 rows with every pnat, five of them padding that all name slot 0, which is poisoned as dead rows are."""
@@ -121,6 +114,7 @@ def test_dead_rows_and_the_null_slot_change_no_bit_of_a_large_batch(problem: Pro
 
 
 @pytest.mark.gpu
+@of_problem
 @pytest.mark.parametrize("problem", LARGE_BATCH, ids=["f32", "f16", "ragged"])
 def test_launches_of_a_large_batch_agree_to_the_bit(problem: Problem) -> None:
     """The same inputs give the same bits, whatever else runs on the GPU and in whatever order CTAs come."""
@@ -133,6 +127,7 @@ def test_launches_of_a_large_batch_agree_to_the_bit(problem: Problem) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.fault(23)
+@of_problem
 @pytest.mark.parametrize("problem", ODD_HEADS, ids=Problem.label)
 def test_odd_numbers_of_heads_and_groups(problem: Problem) -> None:
     counts = [*range(problem.window + 1), 0, 0]
@@ -180,6 +175,7 @@ def recurrence(state: torch.Tensor, call: Call, rows: torch.Tensor) -> tuple[lis
 
 
 @pytest.mark.gpu
+@of_problem
 @pytest.mark.parametrize("problem", [SMALL, ONE_TOKEN, RAGGED, RAGGED_BF16], ids=Problem.label)
 def test_rollback_over_two_hundred_steps(problem: Problem) -> None:
     """Random acceptance, none to all, beside the recurrence in float64 that never saw a rejected token."""
@@ -236,6 +232,7 @@ def fill(static: Call, fresh: Call) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.fault(15)
+@of_problem
 @pytest.mark.parametrize("problem", [SMALL, RAGGED], ids=["dense", "ragged"])
 def test_a_capture_reads_no_metadata(problem: Problem) -> None:
     """Slots, cursors and row lengths that point anywhere at capture; a replay takes what is there by then."""
@@ -256,6 +253,7 @@ def test_a_capture_reads_no_metadata(problem: Problem) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SMALL)
 @pytest.mark.fault(16, 17)
 def test_captured_for_64_and_replayed_for_3() -> None:
     """What 64 rows left in the buffers reaches neither slot nor output of three, nor do the 61 rows of padding."""
@@ -295,6 +293,7 @@ def test_captured_for_64_and_replayed_for_3() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SERVED_PROBLEM, SERVED)
 @pytest.mark.fault(4, 5)
 def test_a_prompt_of_one_token_under_a_graph() -> None:
     """Slots left with ring_start 13 and pnat 7 are reset; then one token a step, commits in the graph, beyond W."""
@@ -353,6 +352,7 @@ def test_a_prompt_of_one_token_under_a_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.fault(8, 10)
+@of_problem
 @pytest.mark.parametrize("problem", [WIDE, RAGGED_WIDE], ids=["dense", "ragged"])
 def test_a_page_pool_beyond_2_to_the_31_elements_of_every_cache(problem: Problem) -> None:
     """One page a slot with state and rings in it, 2,000 pages: every cache's last slots lie beyond 2^31 elements."""
@@ -398,6 +398,7 @@ def test_a_page_pool_beyond_2_to_the_31_elements_of_every_cache(problem: Problem
 
 @pytest.mark.gpu
 @pytest.mark.fault(9, 11)
+@of_problem
 @pytest.mark.parametrize("problem", [FAR, RAGGED_FAR], ids=["dense", "ragged"])
 def test_tokens_beyond_2_to_the_31_elements(problem: Problem) -> None:
     """All inputs and the output in one wide parent whose tokens lie so far apart that 32-bit offsets do not reach."""
@@ -425,12 +426,12 @@ def test_tokens_beyond_2_to_the_31_elements(problem: Problem) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.fault(25)
+@of_problem
 @pytest.mark.parametrize("problem", [SMALL, RAGGED], ids=["dense", "ragged"])
 def test_every_way_to_run_a_step_on_another_device_than_the_current_one(problem: Problem) -> None:
     """A call, a prepared and a bound launch, a captured and a compiled one: operands decide the device."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     there = torch.device("cuda", 1)
     options: dict[str, Any] = {"lengths": [4, 0, 3, 2, 1], "tail": 2} if problem.ragged else {}
     before = random_call(problem, 5, pnat=[16, 0, 3, 13, 12], padding=(2,), seed=15, device=there, **options)

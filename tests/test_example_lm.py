@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from speculative_lm.replay import ReplayDecoder
 from speculative_lm.standard import StandardDecoder
 from speculative_lm.text import corpus, prompts
 
-from replayssm_cute import fingerprint
+from replayssm_cute import CacheSpec, fingerprint
 
 SHAPE = Shape(layers=2, heads=4, groups=2)
 REQUESTS, LENGTHS = 5, [120, 97, 2, 60, 120]
@@ -200,10 +201,21 @@ def test_gpu_standard_updates_are_right(name: str) -> None:
         pytest.skip(str(error))
 
 
+def layers(shape: Shape, tokens: int) -> list[Any]:
+    """What the kernels of a bf16 ReplayDecoder of W 16 are named by: its cache and its step."""
+    s = shape
+    spec = CacheSpec(s.layers, s.heads, s.head_dim, s.d_state, s.groups, tokens, 16)
+    return [spec, spec.problem(dt_dtype="bf16", d_dtype="bf16", dt_bias_dtype="bf16")]
+
+
+GRAPHS, COMMAND = Shape(layers=3, width=256, heads=8), Shape(layers=2, d_state=128)
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels(*layers(GRAPHS, 4))
 def test_gpu_decoding_under_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Under DecodeGraphs in bf16: right drafts are accepted, as long as rounding does not part the two paths."""
-    shape = Shape(layers=3, width=256, heads=8)
+    shape = GRAPHS
     weights = model(torch.bfloat16, shape).cuda()
     given = prompts(corpus(), 8, 20)
     plain = generate(StandardDecoder(weights, 8, "torch"), given, [24] * 8)
@@ -216,6 +228,7 @@ def test_gpu_decoding_under_graphs(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(*layers(COMMAND, 1), *layers(COMMAND, 4))
 def test_gpu_command_reports_times_of_graphs(tmp_path: Path) -> None:
     arguments = ["--train", "0", "--length", "32", "--requests", "4", "--p", "1.0", "--layers", "2", "--d-state", "128"]
     assert main([*arguments, "--update", "torch", "--json", str(tmp_path / "lm.json")]) == 0

@@ -11,11 +11,12 @@ import pytest
 import torch
 from fused_bounds import ALIKE, APPENDED, EXACT, RowErrors, error
 from fused_calls import copied, kwargs, layer, random_layer_call, random_steps
+from gpu_kernels import of_layers
 from gpu_matrix import GEOMETRIES, tile_config
 from test_fused_reference import WIDE, RoundedHistory, fresh
 
 import replayssm_cute
-from replayssm_cute import compiler, target
+from replayssm_cute import plan, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
@@ -55,20 +56,57 @@ def _problems() -> Iterator[LayerProblem]:
 PROBLEMS = list(_problems())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    """Compile the steps of the matrix in parallel first."""
-    if torch.cuda.is_available():
-        where = target.of_device(torch.cuda.current_device())
-        steps = [dataclasses.replace(p.step, pdl=True) for p in PROBLEMS]
-        compiler.compile_many([(step, tile_config("one", step, where), where) for step in steps])
+STEP = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=8)
+HUNDRED = {tokens: layer(dataclasses.replace(STEP, heads=8, tokens=tokens), norm_groups=2) for tokens in (1, 4)}
+LARGE = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
+SEVEN = layer(dataclasses.replace(STEP, tokens=7), norm_groups=4)
+BATCHES, X_BATCHES, OVERLAP_BATCHES, CUT_BATCHES = (1, 3, 40), (3, 40), (1, 17, 64), (1, 7, 64)
+
+
+def one(problem: LayerProblem, where: target.Target) -> TileConfig:
+    """The plain config of a problem's step."""
+    return tile_config("one", dataclasses.replace(problem.step, pdl=True), where)
+
+
+def with_x(problem: LayerProblem, where: target.Target) -> tuple[Chain, ...]:
+    """Chains whose step convolves x: configs of one head a CTA and of several."""
+    heads = 2 if problem.step.heads_per_group % 2 == 0 else 1
+    several = TileConfig(heads_per_cta=heads, tail_rows=8 * (heads - 1))
+    return (
+        Chain(Overlap.INNER_X, one(problem, where)),
+        Chain(Overlap.ALL_X, early=True),
+        Chain(Overlap.ALL_X, several),
+    )
+
+
+def shaped() -> Iterator[dict[str, Any]]:
+    """Cuts of the conv and the norm, as `launches.make` takes them."""
+    conv = shapes.conv_shape(LARGE, 64, chained=True, pdl=False)
+    norm = shapes.norm_shape(LARGE, chained=True)
+    for vector, rows, together in ((8, 1, 1), (8, 2, 2), (4, 2, 4), (4, 4, 1)):
+        conv_of, norm_of = (
+            dataclasses.replace(conv, vector=vector, rows=rows),
+            dataclasses.replace(norm, together=together),
+        )
+        yield {"overlap": Overlap.INNER, "conv": conv_of, "norm": norm_of}
+
+
+def cut() -> Iterator[Chain]:
+    """The same as chains, x in the step or not; every second one with a config of its own."""
+    cuts = (ConvCut(4, 64, each=1, carveout=100), ConvCut(8, 32, each=2, late=True), ConvCut(4, 128, 2, carveout=100))
+    for number, kind in enumerate((Overlap.ALL_X, Overlap.INNER_X, Overlap.ALL, Overlap.INNER_X, Overlap.ALL_X)):
+        config = (None, TileConfig(heads_per_cta=4, tail_rows=8))[number % 2]
+        yield Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100), kind.x_in_step and number > 1)
 
 
 def on_gpu(call: LayerCall) -> LayerCall:
     return copied(call, "cuda")
 
 
-@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.kernels(
+    lambda where, problem, batch: of_layers(where, {"problem": problem, "batch": batch, "config": one(problem, where)})
+)
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=LayerProblem.label)
 def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, rings, flushed states, and that nothing else changes, over strided rows, padding and poisoned memory."""
@@ -76,33 +114,33 @@ def test_against_float64(problem: LayerProblem, batch: int, monkeypatch: pytest.
     check_step(problem, batch, None)
 
 
-@pytest.mark.parametrize("batch", [3, 40])
+@pytest.mark.kernels(
+    lambda where, problem, batch: of_layers(
+        where, *({"problem": problem, "batch": batch, "overlap": chain} for chain in with_x(problem, where))
+    )
+)
+@pytest.mark.parametrize("batch", X_BATCHES)
 @pytest.mark.parametrize("problem", PROBLEMS[::2], ids=LayerProblem.label)
 def test_a_step_that_convolves_x_against_float64(
     problem: LayerProblem, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same, where the conv has B and C alone; configs of one head a CTA and of several."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
-    check_step(problem, batch, Overlap.INNER_X)
-    check_step(problem, batch, Chain(Overlap.ALL_X, early=True))
-    heads = 2 if problem.step.heads_per_group % 2 == 0 else 1
-    check_step(problem, batch, Chain(Overlap.ALL_X, TileConfig(heads_per_cta=heads, tail_rows=8 * (heads - 1))))
+    for chain in with_x(problem, plan.device_target(torch.cuda.current_device())):
+        check_step(problem, batch, chain)
 
 
-def check_step(problem: LayerProblem, batch: int, overlap: Overlap | Chain | None) -> None:
-    """Run a call, by a plan with this overlap where one is given, and hold it to the reference in float64."""
+def check_step(problem: LayerProblem, batch: int, chain: Chain | None) -> None:
+    """Run a call, by a plan with this chain where one is given, and hold it to the reference in float64."""
     p = problem.step
-    config = tile_config("one", dataclasses.replace(p, pdl=True), target.of_device(torch.cuda.current_device()))
     padding = (1,) if p.index_dtype is not None and batch > 1 else ()
     call = on_gpu(random_layer_call(problem, batch, padding=padding, wide=16 if batch == 3 else 0, seed=batch))
     before, exact, model = copied(call), copied(call, **WIDE), copied(call)
-    if overlap is None:
+    if chain is None:
+        config = one(problem, plan.device_target(torch.cuda.current_device()))
         assert replayssm_cute.decode_step(**kwargs(call), config=config) is call.out
     else:
-        forced = None if isinstance(overlap, Chain) else config
-        launches.make(layer_problem(call), batch, torch.cuda.current_device(), overlap=overlap, config=forced).launch(
-            call
-        )
+        launches.make(layer_problem(call), batch, torch.cuda.current_device(), overlap=chain).launch(call)
     groups = problem.norm_groups
     decode_step_reference(exact, groups, compute_dtype=torch.float64, between=torch.float64)
     decode_step_reference(model, groups, compute_dtype=torch.float64)
@@ -134,13 +172,11 @@ def check_step(problem: LayerProblem, batch: int, overlap: Overlap | Chain | Non
         assert torch.equal(got[untouched].nan_to_num(), old[untouched].nan_to_num()), name
 
 
-STEP = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=8)
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.kernels(lambda where, tokens: of_layers(where, {"problem": HUNDRED[tokens], "batch": 3}))
+@pytest.mark.parametrize("tokens", HUNDRED)
 def test_a_hundred_steps_of_random_acceptance_in_a_graph(tokens: int) -> None:
     """One captured step and commit, replayed; outputs are those of a recurrence that saw accepted tokens alone."""
-    problem = layer(dataclasses.replace(STEP, heads=8, tokens=tokens), norm_groups=2)
+    problem = HUNDRED[tokens]
     rounded = fresh(problem, 6)
     base = on_gpu(rounded)
     width = -(-problem.width // 8) * 8
@@ -179,12 +215,14 @@ def test_a_hundred_steps_of_random_acceptance_in_a_graph(tokens: int) -> None:
     assert errors.whole() < EXACT["bf16"]
 
 
-@pytest.mark.parametrize("batch", [1, 17, 64])
+@pytest.mark.kernels(
+    lambda where, batch: of_layers(where, *({"problem": LARGE, "batch": batch, "overlap": o} for o in Overlap))
+)
+@pytest.mark.parametrize("batch", OVERLAP_BATCHES)
 def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> None:
     """Many steps back to back in one graph, each on inputs that a kernel before it has just written."""
-    problem = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
     live = torch.arange(batch) % 12  # none flushes, so that a step may be run again and again
-    start = on_gpu(random_layer_call(problem, batch, pnat=live, dead=0.0, wide=8))
+    start = on_gpu(random_layer_call(LARGE, batch, pnat=live, dead=0.0, wide=8))
     outs = []
     for overlap in Overlap:
         call = copied(start)
@@ -206,38 +244,33 @@ def test_kernels_that_overlap_give_the_bits_of_those_that_do_not(batch: int) -> 
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.kernels(
+    lambda where, batch: of_layers(
+        where, *({"problem": LARGE, "batch": batch, **how} for how in (*shaped(), *({"overlap": c} for c in cut())))
+    )
+)
+@pytest.mark.parametrize("batch", CUT_BATCHES)
 def test_other_cuts_give_the_same_bits(batch: int) -> None:
     """Convs of several rows a thread or some tokens of one, norms of several tokens a CTA, x in the step or not."""
-    problem = layer(dataclasses.replace(STEP, heads=128, groups=8, window=16), norm_groups=8)
-    call = on_gpu(random_layer_call(problem, batch, padding=(3,) if batch > 3 else (), wide=8))
-    conv = shapes.conv_shape(problem, 64, chained=True, pdl=False)
-    norm = shapes.norm_shape(problem, chained=True)
+    call = on_gpu(random_layer_call(LARGE, batch, padding=(3,) if batch > 3 else (), wide=8))
     outs = []
-    for vector, rows, together in ((8, 1, 1), (8, 2, 2), (4, 2, 4), (4, 4, 1)):
+    for how in shaped():
         own = copied(call)
-        made = launches.make(
-            problem, batch, torch.cuda.current_device(), overlap=Overlap.INNER,
-            conv=dataclasses.replace(conv, vector=vector, rows=rows), norm=dataclasses.replace(norm, together=together),
-        )  # fmt: skip
-        made.launch(own)
+        launches.make(LARGE, batch, torch.cuda.current_device(), **how).launch(own)
         outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))
-    cuts = (ConvCut(4, 64, each=1, carveout=100), ConvCut(8, 32, each=2, late=True), ConvCut(4, 128, 2, carveout=100))
-    for number, kind in enumerate((Overlap.ALL_X, Overlap.INNER_X, Overlap.ALL, Overlap.INNER_X, Overlap.ALL_X)):
+    for chain in cut():
         own = copied(call)
-        config = (None, TileConfig(heads_per_cta=4, tail_rows=8))[number % 2]
-        early = kind.x_in_step and number > 1
-        chain = Chain(kind, config, cuts[number % 3], NormCut(4, (1, 4)[number % 2], 100), early)
-        launches.make(problem, batch, torch.cuda.current_device(), overlap=chain).launch(own)
-        if config is None:  # another config adds up in another order
+        launches.make(LARGE, batch, torch.cuda.current_device(), overlap=chain).launch(own)
+        if chain.config is None:  # another config adds up in another order
             outs.append((own.out, own.conv_cache.nan_to_num(), own.state.nan_to_num()))
         assert torch.equal(own.conv_cache.nan_to_num(), outs[0][1]) and error(own.out, outs[0][0]) < ALIKE["bf16"]
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
+@pytest.mark.kernels(lambda where: of_layers(where, {"problem": SEVEN, "batch": 2}))
 def test_a_capture_before_a_first_call_is_refused_by_name() -> None:
-    call = on_gpu(random_layer_call(layer(dataclasses.replace(STEP, tokens=7), norm_groups=4), 2))
+    call = on_gpu(random_layer_call(SEVEN, 2))
     replayssm_cute.decode_step(**kwargs(copied(call)))
     odd: dict[str, Any] = kwargs(call) | {"norm_groups": 8}
     graph = torch.cuda.CUDAGraph()
@@ -248,6 +281,7 @@ def test_a_capture_before_a_first_call_is_refused_by_name() -> None:
         replayssm_cute.decode_step(**kwargs(call))
 
 
+@pytest.mark.kernels(lambda where: of_layers(where, {"problem": layer(STEP), "batch": 2}))
 def test_bad_input_is_refused_before_a_launch() -> None:
     call = on_gpu(random_layer_call(layer(STEP), 2))
     replayssm_cute.decode_step(**kwargs(call))

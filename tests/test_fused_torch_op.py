@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_calls import copied, kwargs, layer, random_layer_call
+from gpu_kernels import of_layers
 from test_torch_op import missing_for_inductor
 
 import replayssm_cute
@@ -130,6 +131,7 @@ def test_a_forced_config_is_refused_under_compile() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where: of_layers(where, {"problem": layer(LARGE), "batch": 5}))
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_layer_on_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and compiled alike, bit for bit, and then in a graph."""

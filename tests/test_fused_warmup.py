@@ -10,6 +10,7 @@ import pytest
 import test_fused_kernels
 import torch
 from fused_calls import layer, random_layer_call
+from gpu_kernels import of_layers
 from test_fused_kernels import STEP
 from test_fused_overlap import FASTER_ALONE, written
 
@@ -106,11 +107,18 @@ def test_problems_that_no_call_can_have(changes: dict[str, Any], kind: type[Exce
         layer(dataclasses.replace(STEP, **changes))
 
 
+WARMED = layer(dataclasses.replace(STEP, heads=16, tokens=2, window=9), norm_groups=4)
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels(
+    lambda where: of_layers(
+        where, *({"problem": WARMED, "batch": b, "enable_pdl": p} for b in (1, 17) for p in (False, True))
+    )
+)
 def test_a_capture_after_a_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, loaded or checked afterwards, whatever the batch; the config is what the coverage says."""
-    step = dataclasses.replace(STEP, heads=16, tokens=2, window=9)
-    problem = layer(step, norm_groups=4)
+    problem = WARMED
     for promise in (False, True):
         found = warmup([problem], [1, 17], enable_pdl=promise)
         assert [c.batch for c in found.layers] == [1, 17] and all(c.config for c in found.layers)

@@ -14,8 +14,13 @@ from replayssm_tuning.generations import STATES, Study
 from replayssm_cute import ring
 
 SMALL = dataclasses.replace(Study().problem, heads=2, d_state=64, groups=1, tokens=3, window=5)
+ANCHOR = Study(512, dataclasses.replace(Study().problem, tokens=1, window=1), 4)
 # Errors that the end of a generation may have: rounding of the bf16 outputs (1.65e-3), and of the state at each flush.
 LIMITS = {"f32": 2.2e-3, "f16": 2.2e-3, "bf16": 6e-3}
+
+
+def curves_of(study: Study, state: str, device: str = "cpu") -> pd.DataFrame:
+    return generations.Truth(study, device).curves(state)
 
 
 def end(curves: pd.DataFrame, update: str) -> float:
@@ -27,8 +32,9 @@ def end(curves: pd.DataFrame, update: str) -> float:
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_errors_stay_bounded(state: str) -> None:
-    curves = generations.errors(Study(tokens=256, problem=SMALL, requests=2), state)
-    assert list(curves["token"].unique())[-1] >= 256 and curves["token"].is_monotonic_increasing
+    curves = curves_of(Study(tokens=256, problem=SMALL, requests=2), state)
+    for _, curve in curves.groupby("update"):
+        assert curve["token"].tolist() == [64, 128, 192, 256]
     assert end(curves, "replay") < LIMITS[state]
     if state != "f32":  # a state that is rounded at flushes only is nearer to the truth than one rounded every token
         assert end(curves, "replay") < end(curves, "every token") * 1.05
@@ -37,7 +43,7 @@ def test_errors_stay_bounded(state: str) -> None:
 def test_a_window_of_one_is_the_anchor() -> None:
     """W = T = 1: every step flushes what the last one brought."""
     problem = dataclasses.replace(SMALL, tokens=1, window=1)
-    assert end(generations.errors(Study(96, problem, 2), "f32"), "replay") < LIMITS["f32"]
+    assert end(curves_of(Study(96, problem, 2), "f32"), "replay") < LIMITS["f32"]
 
 
 def test_a_wrong_commit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +53,8 @@ def test_a_wrong_commit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(start: torch.Tensor, pnat: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, **how: int) -> None:
         real(start, pnat, slots, (accepted - 1).clamp(min=0), **how)
 
-    monkeypatch.setattr(generations.replayssm_cute, "commit", late)
-    assert end(generations.errors(Study(64, SMALL, 2), "f32"), "replay") > 0.05
+    monkeypatch.setattr(ring, "commit", late)
+    assert end(curves_of(Study(64, SMALL, 2), "f32"), "replay") > 0.05
 
 
 def test_the_command_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +65,20 @@ def test_the_command_writes_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, state: [generations.kernel_of(Study(), state, where)])
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_4096_tokens_on_the_device(state: str) -> None:
-    curves = generations.errors(Study(), state, "cuda")
+    curves = curves_of(Study(), state, "cuda")
     assert end(curves, "replay") < LIMITS[state]
     assert curves[curves["update"] == "replay"]["error"].max() < 2 * LIMITS[state]
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, state: [generations.kernel_of(ANCHOR, state, where)])
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("state", STATES)
 def test_a_window_of_one_on_the_device(state: str) -> None:
     """The anchor: nothing is replayed, every step flushes what the last one brought."""
-    problem = dataclasses.replace(Study().problem, tokens=1, window=1)
-    curves = generations.errors(Study(512, problem, 4), state, "cuda")
+    curves = curves_of(ANCHOR, state, "cuda")
     assert end(curves, "replay") < LIMITS[state]

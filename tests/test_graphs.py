@@ -314,11 +314,17 @@ def check_packed_decoding(graphs: DecodeGraphs, eager: PackedLayers, most: int, 
     assert lengths == set(range(spec.tokens + 1))
 
 
+SERVED = SPEC.problem(dt_dtype="bf16", d_dtype=None, dt_bias_dtype=None, dt_softplus=False)
+PACKED_SPEC = CacheSpec(layers=2, heads=8, head_dim=64, d_state=128, groups=2, tokens=6, window=40)
+PACKED_PROBLEM = PACKED_SPEC.problem(d_dtype=None, dt_bias_dtype=None, dt_softplus=False, ragged=True)
+
+
 def gpu_cache() -> ReplayCache:
     return ReplayCache.allocate(SPEC, 24, "cuda", A=[-torch.linspace(1, 8, SPEC.heads)] * 2, pad_slot_id=0)
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SERVED, SPEC)
 def test_replays_are_the_eager_steps_bit_for_bit() -> None:
     """Many steps of changing batches, acceptance and slots; capturing changes no byte of the cache."""
     from replayssm_cute.cache.digest import digest
@@ -330,8 +336,7 @@ def test_replays_are_the_eager_steps_bit_for_bit() -> None:
         "x": GraphInput(shape, torch.bfloat16),
     }
     cache, model = gpu_cache(), gpu_cache()
-    problem = SPEC.problem(dt_dtype="bf16", d_dtype=None, dt_bias_dtype=None, dt_softplus=False)
-    warmup([problem], [1, 4, 16], cache=cache)
+    warmup([SERVED], [1, 4, 16], cache=cache)
     for c in (cache, model):
         c.reset(torch.arange(1, 24, device="cuda"))
     before = digest(cache.layers, cache._shared)
@@ -358,14 +363,14 @@ def test_replays_are_the_eager_steps_bit_for_bit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(PACKED_PROBLEM, PACKED_SPEC)
 def test_replays_of_packed_rows_are_the_eager_steps_bit_for_bit() -> None:
     """Rows of 0 to T tokens in a long window; capturing changes no byte of the cache and compiles nothing."""
     from replayssm_cute.cache.digest import digest
 
-    spec = CacheSpec(layers=2, heads=8, head_dim=64, d_state=128, groups=2, tokens=6, window=40)
+    spec = PACKED_SPEC
     cache, model = (ReplayCache.allocate(spec, 24, "cuda", pad_slot_id=0) for _ in range(2))
-    problem = spec.problem(d_dtype=None, dt_bias_dtype=None, dt_softplus=False, ragged=True)
-    warmup([problem], [1, 4, 16], cache=cache)
+    warmup([PACKED_PROBLEM], [1, 4, 16], cache=cache)
     for c in (cache, model):
         c.reset(torch.arange(1, 24, device="cuda"))
     before = digest(cache.layers, cache._shared)
@@ -379,6 +384,7 @@ def test_replays_of_packed_rows_are_the_eager_steps_bit_for_bit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SPEC)
 def test_a_kernel_that_is_not_ready_stops_the_capture_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tripwire: what a capture alone reaches cannot be compiled in it."""
     cache = gpu_cache()

@@ -609,6 +609,7 @@ class TestKernelChecks:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(RICH)
 def test_bad_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_usable() -> None:
     problem = dataclasses.replace(SMALL, has_z=True)
     call = random_call(problem, 3, device="cuda")
@@ -628,6 +629,7 @@ def test_bad_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_us
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(RAGGED)
 def test_bad_ragged_tensors_on_a_warm_signature_raise_named_errors_and_leave_the_gpu_usable() -> None:
     call = random_call(RAGGED, 3, lengths=(2, 0, 1), tail=1, device="cuda")
     assert call.cu_seqlens is not None
@@ -648,10 +650,10 @@ def test_bad_ragged_tensors_on_a_warm_signature_raise_named_errors_and_leave_the
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(SMALL)
+@pytest.mark.two_gpus
 @pytest.mark.fault(25)
 def test_operands_on_another_gpu_than_the_current_one() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     with torch.cuda.device(0):
         here, there = random_call(SMALL, 3, device="cuda:0"), random_call(SMALL, 3, device="cuda:1")
         api.checkpointing_ssu(**there.kwargs())

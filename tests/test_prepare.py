@@ -314,6 +314,7 @@ def test_a_bound_launch_makes_its_device_current(cpu_as_gpu: None, monkeypatch: 
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, problem: [problem])
 @pytest.mark.parametrize("problem", [RICH, RAGGED], ids=["dense", "ragged"])
 def test_a_prepared_launch_gives_the_calls_result_bit_for_bit(problem: Problem) -> None:
     call = random_call(problem, 5, padding=[1], device="cuda")
@@ -328,6 +329,7 @@ def test_a_prepared_launch_gives_the_calls_result_bit_for_bit(problem: Problem) 
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(RICH)
 @pytest.mark.parametrize("bound", [False, True], ids=["launch", "bind"])
 def test_a_prepared_launch_on_a_gpu_refuses_and_goes_into_graphs_and_streams(bound: bool) -> None:
     call = random_call(RICH, 5, device="cuda")

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kernels import copy_stored, recipes_of
 from test_selfcheck import verdicts, warnings
 
-from replayssm_cute import api, compiler, plan, selfcheck, tables
+from replayssm_cute import api, compiler, plan, selfcheck, tables, target
 from replayssm_cute.calls import random_call
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
@@ -23,9 +24,22 @@ from replayssm_cute.problem import Problem
 ON_GPU = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
 
 
+def served(where: target.Target) -> list[Any]:
+    """What may serve `ON_GPU`, also where a kernel of it fails."""
+    return [ON_GPU, *((ON_GPU, config) for batch in (1, 8) for config in selfcheck.substitutes(ON_GPU, batch, where))]
+
+
+def shipped(where: target.Target, change: dict[str, Any]) -> list[Any]:
+    """Kernels of a problem like `ON_GPU`."""
+    problem = dataclasses.replace(ON_GPU, **change)
+    return [(problem, config) for config in selfcheck.substitutes(problem, 1, where)[:3]]
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A process that has seen nothing yet, as far as kernels and verdicts go; gives its cache directory."""
+    """A process that has seen nothing yet, as far as verdicts go; gives its cache directory, which has the kernels."""
+    where = plan.device_target(torch.cuda.current_device())
+    copy_stored(recipes_of(served, where, {}), where, tmp_path)
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
     for module, name, empty in (
         (compiler, "_memory", {}), (selfcheck, "_verdicts", {}), (plan, "_plans", {}), (plan, "_touched", set()),
@@ -37,6 +51,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels.with_args(served)
 def test_gpu_a_wrong_kernel_is_caught_and_another_serves(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,6 +84,7 @@ def test_gpu_a_wrong_kernel_is_caught_and_another_serves(
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels.with_args(shipped)
 @pytest.mark.parametrize(
     "change",
     [
@@ -79,15 +95,15 @@ def test_gpu_a_wrong_kernel_is_caught_and_another_serves(
     ids=str,
 )  # fmt: skip
 def test_gpu_the_shipped_kernels_pass(change: dict[str, Any]) -> None:
-    problem = dataclasses.replace(ON_GPU, **change)
     index = torch.cuda.current_device()
-    for config in selfcheck.substitutes(problem, 1, plan.device_target(index))[:3]:
+    for problem, config in shipped(plan.device_target(index), change):
         kernel = compiler.get(problem, config, plan.device_target(index))
         verdict, lost = selfcheck._examine(problem, config, kernel, torch.device("cuda", index))
         assert (verdict, lost) == (selfcheck.Verdict("passed"), False), config.label()
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels.with_args(served)
 def test_gpu_the_first_call_is_checked_and_the_next_process_trusts_it(fresh: Path) -> None:
     code = f"""
         import torch
@@ -117,6 +133,7 @@ def test_gpu_the_first_call_is_checked_and_the_next_process_trusts_it(fresh: Pat
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels.with_args(served)
 def test_gpu_a_kernel_that_kills_the_context_is_left_out_by_the_next_process(fresh: Path) -> None:
     code = f"""
         import torch

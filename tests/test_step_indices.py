@@ -131,9 +131,10 @@ def check_shared(run: Run, cta: Cta, rows: Rows) -> None:
     worked = np.ones(8 * spec.steps, int)
     worked[: spec.ring_positions][idle] = 0
     assert (products[..., : spec.tokens_pad] == worked[:, None]).all() and not products[..., spec.tokens_pad :].any()
-    kept = region("b", spec.ring_positions, at.b_stride // 4)
-    assert (kept[:, : p.d_state // 2] == (row in rows.flushes) * ~idle[:, None]).all(), "B of the ring, for a flush"
-    assert not kept[:, p.d_state // 2 :].any()
+    if config.keep_b:
+        kept = region("b", spec.ring_positions, at.b_stride // 4)
+        assert (kept[:, : p.d_state // 2] == (row in rows.flushes) * ~idle[:, None]).all(), "B of the ring, for a flush"
+        assert not kept[:, p.d_state // 2 :].any()
     if config.turns > 1:
         weights = region("weights", config.heads_per_cta, p.tokens, at.weight_stride)
         assert (weights[:count, :, : 8 * spec.steps] == worked).all()

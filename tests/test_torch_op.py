@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from fakes import SMALL
-from gpu_kernels import ready
 
 import replayssm_cute
 from replayssm_cute import plan, torch_op
@@ -95,6 +94,7 @@ def missing_for_inductor() -> str | None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, ragged: [dataclasses.replace(LARGE, ragged=ragged)])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
 def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,6 @@ def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pyte
         pytest.skip(reason)
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
     problem = dataclasses.replace(LARGE, ragged=ragged)
-    ready(problem)
     options: dict[str, Any] = {"lengths": (4, 0, 3, 2, 1), "tail": 2} if ragged else {}
     call = random_call(problem, 5, padding=(3,), pnat=14, seed=3, device="cuda", **options)
     eager, compiled = call.clone(), call.clone()
@@ -134,10 +133,10 @@ def test_a_compiled_layer_on_a_gpu(backend: str, ragged: bool, monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(LARGE)
 def test_a_compiled_step_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.compile makes of a layer can be captured, as engines do, and replayed on other contents."""
     monkeypatch.setenv("REPLAYSSM_SELFCHECK", "0")
-    ready(LARGE)
     static = random_call(LARGE, 4, seed=4, device="cuda")
     scale = torch.tensor(0.5, dtype=torch.bfloat16, device="cuda")
     x = static.x

@@ -82,8 +82,8 @@ def test_what_was_measured_fast_is_tried_before_what_was_slow() -> None:
 
 def test_a_small_target_gets_fewer_configs() -> None:
     small, large = (space.configs(SUPER, targets.named(a)) for a in ("sm_120a", "sm_90a"))
-    # caps and tails aside, which depend on the target's multiprocessors
-    plain = lambda c: c.ctas_per_sm == 1 and c.tail_rows == 0  # noqa: E731
+    # caps, tails and B from L2 aside, which depend on the target's multiprocessors
+    plain = lambda c: c.ctas_per_sm == 1 and c.tail_rows == 0 and c.keep_b  # noqa: E731
     assert {c for c in small if plain(c)} < {c for c in large if plain(c)}
 
 
@@ -100,17 +100,20 @@ def test_registers_are_capped_where_more_ctas_fit() -> None:
 
 
 @pytest.mark.parametrize(("state", "stages"), [("f32", 1), ("bf16", 2)])
-def test_a_fourth_cta_of_four_heads_is_considered(state: str, stages: int) -> None:
-    """Shared memory holds four, the registers that such kernels take let in three."""
+def test_four_ctas_of_four_heads_are_considered(state: str, stages: int) -> None:
+    """Shared memory and the registers that such kernels take hold four."""
     problem = dataclasses.replace(SUPER, state_dtype=state)
-    for tail in (0, 8):
-        free = TileConfig(4, stages, tail_rows=tail)
-        assert cost.occupancy(problem, free, H200, cost.guess(problem, free))[0] == 3
-        assert [c.ctas_per_sm for c in space.capped(free, problem, H200)] == [4]
-    wanted = TileConfig(4, stages, ctas_per_sm=4)
-    assert {wanted, dataclasses.replace(wanted, tail_rows=usual_tail(problem, H200))} <= set(
-        space.configs(problem, H200)
-    )
+    free = TileConfig(4, stages, tail_rows=usual_tail(problem, H200))
+    assert cost.occupancy(problem, free, H200, cost.guess(problem, free))[0] == 4
+    assert free in space.configs(problem, H200)
+
+
+def test_b_comes_from_l2_where_a_cta_more_fits() -> None:
+    long = dataclasses.replace(SUPER, state_dtype="bf16", window=64)
+    kept = TileConfig(2, 1, tail_rows=usual_tail(long, H200))
+    spared = dataclasses.replace(kept, keep_b=False)
+    assert {kept, spared} <= set(space.configs(long, H200))
+    assert TileConfig(keep_b=False) not in space.configs(SUPER, H200), "registers let no further CTA in"
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,22 @@ import pytest
 import torch
 from replayssm_tuning import precision
 from replayssm_tuning.precision import KINDS, STANDARD, Study
+from replayssm_tuning.study_run import StudyRun
 
 from replayssm_cute import ring
 
-CPU = torch.device("cpu")
 SMALL = dataclasses.replace(precision.PROBLEM, heads=2, d_state=64, groups=1, tokens=3)
 STUDY = Study(tokens=160, problem=SMALL, requests=1)
 
 
+def curves(study: Study, windows: list[int], kinds: list[str], folder: Path, device: str = "cpu") -> pd.DataFrame:
+    return precision.curves(study, windows, kinds, StudyRun(folder, "precision", {}, torch.device(device)))
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, float]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The last quarter's error of each kind."""
-    table = precision.table(precision.curves(STUDY, [6], list(KINDS), CPU))
+    table = precision.table(curves(STUDY, [6], list(KINDS), tmp_path_factory.mktemp("study")))
     return dict(zip(table["state"], table["last_quarter"], strict=True))
 
 
@@ -37,24 +41,24 @@ def test_errors_are_those_that_the_formats_have(found: dict[str, float]) -> None
         assert 0.5 < found[f"{kind}, stochastic"] / found[kind] < 2.5
 
 
-def test_a_late_commit_spoils_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_commit_spoils_the_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison bites."""
     real = ring.commit
 
     def late(start: torch.Tensor, pnat: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, **how: int) -> None:
         real(start, pnat, slots, (accepted - 1).clamp(min=0), **how)
 
-    monkeypatch.setattr(precision.ring, "commit", late)
-    table = precision.table(precision.curves(STUDY, [6], ["f32"], CPU))
+    monkeypatch.setattr(ring, "commit", late)
+    table = precision.table(curves(STUDY, [6], ["f32"], tmp_path))
     assert float(table["last_quarter"].iloc[-1]) > 0.05
 
 
 def test_the_truth_is_the_recurrence() -> None:
     """A window of one token is the standard update: two ways to the same numbers."""
     study = dataclasses.replace(STUDY, tokens=24, problem=dataclasses.replace(SMALL, tokens=1))
-    stream = precision.Stream(study, CPU)
-    assert stream.accepted == [1] * 24
-    assert float(precision.decode(study, stream, "f32", 1).max()) < 1e-6
+    truth = precision.Truth(study, torch.device("cpu"))
+    assert truth.stream.steps.accepted == [1] * 24
+    assert float(truth.curve("f32", 1)["error"].max()) < 1e-6
 
 
 def test_the_command_writes_its_results(tmp_path: Path) -> None:
@@ -69,11 +73,11 @@ def test_the_command_writes_its_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_have_the_errors_that_the_formats_have() -> None:
+def test_kernels_have_the_errors_that_the_formats_have(tmp_path: Path) -> None:
     """256 tokens by the kernels: no more than the rounding of bf16 outputs and of the state."""
     study = dataclasses.replace(STUDY, tokens=256, problem=dataclasses.replace(SMALL, d_state=128))
     kinds = ["f32", "f32, highest", "f32 + bf16 copy", "f32 + fp8 copy", "bf16", "int8", "fp8"]
-    table = precision.table(precision.curves(study, [16], kinds, torch.device("cuda")))
+    table = precision.table(curves(study, [16], kinds, tmp_path, "cuda"))
     errors = dict(zip(table["state"], table["last_quarter"], strict=True))
     limits = [2.2e-3, 2.2e-3, 3e-3, 3e-2, 4e-3, 1.5e-2, 4e-2]
     assert all(errors[kind] < limit for kind, limit in zip(kinds, limits, strict=True)), errors

@@ -205,10 +205,15 @@ def test_without_a_gpu_the_error_names_what_to_do(device: int | None) -> None:
         warmup([SMALL], [1], device=device)
 
 
+WARMED = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
+FIRST = Problem(heads=16, head_dim=64, d_state=64, groups=2, tokens=2, window=8)
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels(WARMED)
 @pytest.mark.fault(18)
 def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
-    problem = Problem(heads=16, head_dim=64, d_state=128, groups=1, tokens=4, window=16)
+    problem = WARMED
     calls = {batch: random_call(problem, batch, slots=40, device="cuda") for batch in (1, 16, 32)}
     before = {batch: bits(call) for batch, call in calls.items()}
     coverage = warmup([problem], list(calls), tensors=lambda _, batch: calls[batch])
@@ -230,6 +235,7 @@ def test_gpu_warmup_restores_bits_and_capture_then_compiles_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(WARMED)
 @pytest.mark.fault(20)
 def test_gpu_capture_in_a_fresh_process(tmp_path: Path) -> None:
     """Without warmup a capture raises an error that names the fix; the process goes on and captures after it."""
@@ -268,8 +274,9 @@ def test_gpu_capture_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(FIRST)
 def test_gpu_first_call_with_the_largest_batch_covers_the_smaller_ones() -> None:
-    problem = Problem(heads=16, head_dim=64, d_state=64, groups=2, tokens=2, window=8)
+    problem = FIRST
     api.checkpointing_ssu(**random_call(problem, 64, device="cuda").kwargs())
     compiler.reset_counters()
     captured(random_call(problem, 1, device="cuda")).replay()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from replayssm_cute import dtypes
-from replayssm_cute.config import P_TILE, SHARED_RESERVED, SHORT_WINDOW, TileConfig
+from replayssm_cute.config import P_TILE, SHARED_RESERVED, TileConfig
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 
@@ -125,20 +125,15 @@ class Guess:
 def usual_registers(problem: Problem, config: TileConfig) -> int:
     """Registers that compiled kernels take where nothing caps them.
 
-    Read from 150 kernels for sm_90a; those for sm_100a and sm_103a take up to 4 more or less. Heads one at a time: 80
-    to 128, with two tiles a warp 117 to 125, with four 136 to 162. Heads in turn: 158 to 167 where the state is f32 or
-    f16 and a flush is unrolled, 132 to 146 where it is bf16, 111 to 144 where a flush is a loop; with four tiles a warp
-    200 and more.
+    Read from 50 kernels for sm_90a. Heads one at a time: 92 to 113, with two tiles a warp 120 to 152, with four 199.
+    Heads in turn: 95 to 128, with two tiles a warp 140 to 180, with four 198.
     """
     tiles = config.tiles_per_warp
-    if config.turns == 1:
-        return 116 if tiles == 1 else 124 if tiles == 2 else 160
     if tiles > 2:
-        return 204
-    unrolled = problem.d_state == 128 and problem.window <= SHORT_WINDOW and problem.tokens <= 8
-    if not unrolled or problem.rewrites:
-        return 128
-    return 136 if problem.state_dtype == "bf16" else 164
+        return 200
+    if config.turns == 1:
+        return 96 if tiles == 1 else 124
+    return 162 if tiles == 2 else 120 if problem.d_state <= 128 else 104
 
 
 def guess(problem: Problem, config: TileConfig, registers_per_sm: int = 65536) -> Guess:

@@ -2,31 +2,32 @@
 
     python -m replayssm_tuning.generations --tokens 4096 --out reports/generations
 
-Each state dtype decodes the same requests: T drafted tokens a step, a random number of them accepted, cursors moved by
-`commit`. The float64 recurrence sees the accepted tokens alone. Beside it runs the standard update, which rounds its
-state to the dtype after every token. The error is that of the accepted tokens' outputs, over runs of `SPAN` tokens.
+Each state dtype decodes the same requests: T drafted tokens a step, a random number of them accepted (`decoding`). The
+float64 recurrence sees the accepted tokens alone. Beside it runs the standard update, which rounds its state to the
+dtype after every token. The error is that of the accepted tokens' outputs, over runs of `SPAN` tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
 
-import replayssm_cute
-from replayssm_cute import dtypes, fingerprint
-from replayssm_cute.calls import random_call
+from replayssm_cute import dtypes, tables, target
+from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
 
 from .argument_kinds import count
 from .command import check_folder, command, usage
+from .decoding import Inputs, Steps, Stream, decode, ends, errors, recurrence
+from .study_run import StudyRun, add_budget
 
 PROBLEM = Problem(heads=8, head_dim=64, d_state=128, groups=2, tokens=4, window=16)
 SPAN = 64  # tokens that one point of a curve averages over
@@ -38,8 +39,8 @@ class Study:
     """What to decode.
 
     Attributes:
-        tokens: accepted tokens of each request, at least.
-        problem: geometry, T, W and dtypes; its state dtype is varied.
+        tokens: accepted tokens of each request.
+        problem: geometry, T, W and dtypes; its state dtype is varied. Without D and z, which add nothing to an error.
         requests: decoded beside each other, one slot each.
         seed: of everything random.
     """
@@ -50,79 +51,61 @@ class Study:
     seed: int = 0
 
 
-class Recurrence:
-    """Mamba2's recurrence token by token (`reference.py` has the formula), its state rounded to `kept` each time."""
+class Truth:
+    """A study's tokens, of the statistics of `calls.random_call`, and the float64 outputs: for all states alike."""
 
-    def __init__(self, state: torch.Tensor, rate: torch.Tensor, kept: torch.dtype) -> None:
-        self.kept, self.rate = kept, rate
-        self.state = state.to(kept)
+    def __init__(self, study: Study, device: torch.device | str) -> None:
+        p, n, b = study.problem, study.tokens, study.requests
+        gen = torch.Generator().manual_seed(study.seed)
 
-    def advance(
-        self, state: torch.Tensor, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(state, outputs) after one token of every request; dt (b, H), x (b, H, P), b and c (b, H, N), float64."""
-        wide = torch.float64 if self.kept == torch.float64 else torch.float32
-        s, dt, x, b, c = (t.to(wide) for t in (state, dt, x, b, c))
-        s = torch.exp(self.rate.to(wide) * dt)[..., None, None] * s + (dt[..., None] * x)[..., None] * b[..., None, :]
-        return s.to(self.kept), (s @ c[..., None])[..., 0].double()
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=gen).to(dtypes.TORCH[p.io_dtype]).to(device)
 
-    def window(self, tokens: Sequence[tuple[torch.Tensor, ...]], accepted: torch.Tensor) -> torch.Tensor:
-        """Outputs (b, T, H, P) of a window's tokens; then keep the state as of each request's accepted ones."""
-        state, states, outputs = self.state, [self.state], []
-        for token in tokens:
-            state, y = self.advance(state, *token)
-            states.append(state)
-            outputs.append(y)
-        rows = torch.arange(len(accepted), device=accepted.device)
-        self.state = torch.stack(states, 1)[rows, accepted]
-        return torch.stack(outputs, 1)
+        def uniform(kind: str, low: float, high: float, *shape: int) -> torch.Tensor:
+            return (torch.rand(shape, generator=gen) * (high - low) + low).to(dtypes.TORCH[kind]).to(device)
 
-
-def errors(study: Study, state_dtype: str, device: torch.device | str = "cpu") -> pd.DataFrame:
-    """One state dtype's curves: columns state, update ("replay" or "every token"), token, error (relative, 2-norm)."""
-    p = dataclasses.replace(study.problem, state_dtype=state_dtype, d_dtype=None, has_z=False)
-    b, T = study.requests, p.tokens
-    gen = torch.Generator().manual_seed(study.seed)
-    cache = random_call(p, b, slots=b, pnat=[0] * b, dead=None, seed=study.seed, device=device)
-    cache.state.zero_()
-    slots = cache.state_batch_indices
-    assert slots is not None  # the study's problem has indices
-    rate = cache.A[:, 0, 0].double()
-    bias = cache.dt_bias[:, 0].double() if cache.dt_bias is not None else 0.0
-    zero = torch.zeros(b, p.heads, p.head_dim, p.d_state, dtype=torch.float64, device=cache.state.device)
-    exact = Recurrence(zero, rate, torch.float64)
-    rounded = Recurrence(zero, rate, dtypes.TORCH[state_dtype])
-    groups = p.heads // p.groups
-    done, records = 0, []
-    sums = {name: [0.0, 0.0] for name in ("replay", "every token")}
-    while done < study.tokens:
-        step = random_call(p, b, slots=b, seed=int(torch.randint(1 << 30, (), generator=gen)), device=device)
-        replayssm_cute.checkpointing_ssu(**cache.kwargs() | {n: getattr(step, n) for n in ("x", "dt", "B", "C", "out")})
-        dt = (
-            torch.nn.functional.softplus(step.dt[..., 0].double() + bias) if p.dt_softplus else step.dt[..., 0].double()
+        inputs = Inputs(
+            x=normal(n, b, p.heads, p.head_dim),
+            dt=uniform(p.dt_dtype, -5.0, 0.0, n, b, p.heads),
+            B=normal(n, b, p.groups, p.d_state),
+            C=normal(n, b, p.groups, p.d_state),
+            rate=uniform(p.a_dtype, -16.0, -1.0, p.heads),
+            bias=uniform(p.dt_bias_dtype or "f32", -2.0, 0.0, p.heads),
         )
-        wide_b, wide_c = (t.double().repeat_interleave(groups, 2) for t in (step.B, step.C))
-        tokens = [(dt[:, t], step.x[:, t].double(), wide_b[:, t], wide_c[:, t]) for t in range(T)]
-        # all requests accept alike, so that a span of the curve holds the same tokens of each
-        accepted = torch.full((b,), int(torch.randint(1, T + 1, (), generator=gen)), dtype=torch.int32)
-        accepted = accepted.to(cache.state.device)
-        kept = int(accepted[0])
-        truth = exact.window(tokens, accepted)[:, :kept]
-        standard = rounded.window(tokens, accepted).to(step.out.dtype).double()
-        got = {"replay": step.out.double()[:, :kept], "every token": standard[:, :kept]}
-        for name, y in got.items():
-            sums[name][0] += float((y - truth).square().sum())
-            sums[name][1] += float(truth.square().sum())
-        replayssm_cute.commit(
-            cache.ring_start, cache.prev_num_accepted_tokens, slots, accepted, tokens=T, window=p.window
-        )
-        before, done = done, done + kept
-        if before // SPAN != done // SPAN or done >= study.tokens:
-            for name, (difference, norm) in sums.items():
-                error = (difference / norm) ** 0.5
-                records.append({"state": state_dtype, "update": name, "token": done, "error": error})
-                sums[name] = [0.0, 0.0]
-    return pd.DataFrame(records)
+        self.study = study
+        self.stream = Stream(inputs, Steps(n, p.tokens, gen))
+        self.outputs = recurrence(inputs, torch.float64)
+
+    def curves(self, state: str) -> pd.DataFrame:
+        """One state dtype's: columns state, update ("replay" or "every token"), token, error (relative, 2-norm)."""
+        problem, inputs, config = problem_of(self.study, state), self.stream.inputs, None
+        if inputs.device.type == "cuda":
+            config = kernel_of(self.study, state, target.of_device(torch.cuda.current_device()))[1]
+        standard = recurrence(inputs, torch.float32, dtypes.TORCH[state]).to(inputs.x.dtype)
+        frames = []
+        for update, got in (("replay", decode(self.stream, problem, config)), ("every token", standard)):
+            found = errors(self.stream.steps, got, self.outputs, SPAN)
+            points = {"token": ends(self.stream.steps, SPAN), "error": found.tolist()}
+            frames.append(pd.DataFrame({"state": state, "update": update, **points}))
+        return pd.concat(frames, ignore_index=True)
+
+
+def problem_of(study: Study, state: str) -> Problem:
+    """The problem of a state dtype."""
+    return dataclasses.replace(
+        study.problem,
+        state_dtype=state,
+        d_dtype=None,
+        has_z=False,
+        dt_softplus=True,
+        dt_bias_dtype=study.problem.dt_bias_dtype or "f32",
+    )
+
+
+def kernel_of(study: Study, state: str, where: Target) -> tuple[Problem, TileConfig]:
+    """A state dtype's problem, and the config that a call gets: one alone, so that no others are compiled."""
+    problem = problem_of(study, state)
+    return problem, tables.choose(problem, study.requests, where).config
 
 
 def draw(curves: pd.DataFrame, path: Path, title: str) -> None:
@@ -145,33 +128,33 @@ def draw(curves: pd.DataFrame, path: Path, title: str) -> None:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON."""
+    """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON. 1 if the budget ended before it."""
     parser = argparse.ArgumentParser(prog="python -m replayssm_tuning.generations", description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=count, default=4096, help="accepted tokens of each request (default 4096)")
     parser.add_argument("--window", type=count, default=16, help="W (default 16); below 4 it is T too")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/generations"), help="folder of the results")
+    add_budget(parser)
     args = parser.parse_args(argv)
     drafted = min(PROBLEM.tokens, args.window)
     with usage():
         study = Study(args.tokens, dataclasses.replace(PROBLEM, window=args.window, tokens=drafted))
     check_folder("--out", args.out)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    curves = pd.concat([errors(study, state, device) for state in STATES], ignore_index=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    curves.to_csv(args.out / "generations.csv", index=False, float_format="%.4g")
-    where = torch.cuda.get_device_name() if device == "cuda" else "reference on the CPU"
-    draw(curves, args.out / "generations.png", f"{study.problem.label()}, T drafted, 1..T accepted ({where})")
-    manifest: dict[str, Any] = {
-        "gpu": where,
-        "kernel_fingerprint": fingerprint.kernels(),
-        "torch": torch.__version__,
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {
         "study": {"tokens": study.tokens, "requests": study.requests, "seed": study.seed},
         "problem": study.problem.to_json(),
     }
-    (args.out / "generations.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    last = curves.groupby(["state", "update"], sort=False).tail(4).groupby(["state", "update"], sort=False)["error"]
-    print(last.mean().to_string(float_format="%.3g"))
-    return 0
+    run = StudyRun(args.out, "generations", facts, device, args.budget)
+    if device.type == "cuda":
+        where = target.of_device(torch.cuda.current_device())
+        run.compile({state: kernel_of(study, state, where) for state in STATES})
+    truth = functools.cache(lambda: Truth(study, device))
+    found = run.run({state: lambda state=state: truth().curves(state) for state in STATES})  # type: ignore[misc]
+    if len(found):
+        draw(found, args.out / "generations.png", f"{study.problem.label()}, T drafted, 1..T accepted ({run.where})")
+        last = found.groupby(["state", "update"], sort=False).tail(4).groupby(["state", "update"], sort=False)["error"]
+        print(last.mean().to_string(float_format="%.3g"))
+    return run.finish()
 
 
 if __name__ == "__main__":

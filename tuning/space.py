@@ -26,7 +26,8 @@ def configs(problem: Problem, target: Target) -> tuple[TileConfig, ...]:
 
     The grid: heads a CTA that divide a group's, `STAGES`, splits that divide a head's tiles, registers free or capped
     (see `capped`), and where a CTA takes several heads, without and with the usual tail of single heads. Beside it,
-    each on its own: several tiles a warp (in CTAs of whole heads), two heads at a time, and the whole ring.
+    each on its own: several tiles a warp (in CTAs of whole heads), two heads at a time, and the whole ring. All of
+    them with B of the ring from L2 too, where a multiprocessor then holds a CTA more.
     """
     tiles = problem.head_dim // P_TILE
     found = []
@@ -35,10 +36,22 @@ def configs(problem: Problem, target: Target) -> tuple[TileConfig, ...]:
         found += [TileConfig(heads, stages, tiles_per_warp=n) for n in _divisors(tiles) if 1 < n <= MAX_TILES]
         found += [TileConfig(heads, stages, split, ring="whole") for split in _divisors(tiles)]
         found += [TileConfig(heads, stages, parallel_heads=2)]
+    found += [c for kept in found if (c := without_b(kept, problem, target))]
     found = [c for free in found if free.is_valid(problem, target) for c in (free, *capped(free, problem, target))]
     tail = usual_tail(problem, target)
     tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.turns > 1]
     return tuple(c for c in (*found, *tailed) if c.is_valid(problem, target))
+
+
+def without_b(kept: TileConfig, problem: Problem, target: Target) -> TileConfig | None:
+    """The same config with B from L2, where that lets a multiprocessor hold more CTAs."""
+    spared = dataclasses.replace(kept, keep_b=False)
+    if not spared.is_valid(problem, target):
+        return None
+    if not kept.is_valid(problem, target):
+        return spared
+    held, before = (cost.occupancy(problem, c, target, cost.guess(problem, c))[0] for c in (spared, kept))
+    return spared if held > before else None
 
 
 def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfig]:

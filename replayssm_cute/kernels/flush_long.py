@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .bundles import Row, Shared, Thread
+from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
 from .primitives import as_float, bits, high_half, load_matrices, low_half, mma_tf32, to_tf32
 from .ring_b import RingB
@@ -28,13 +28,13 @@ class LongFlush:
         self.low_terms = low_terms  # without them the added terms have tf32's 11 bits
 
     @cute.jit
-    def add_rows(self, results, shared: Shared, at, inputs, first, column, thread: Thread):
+    def add_rows(self, results, tensors: Tensors, shared: Shared, at, inputs, first, column, row: Row, thread: Thread):
         """Add (w_j x_j) (outer) B_j of the 16 positions from `first` to a part's accumulators."""
         lane, t = thread.lane, thread.t
         words = load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
         positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
         mine = column + thread.g * self.unit
-        b_words = [self.ring_b.get(shared, position, mine, PART) for position in positions]
+        b_words = [self.ring_b.get(tensors, shared, row, position, mine, PART) for position in positions]
         for step in cutlass.range_constexpr(2):
             values = x_fragment(words[2 * step : 2 * step + 2], self.spec)
             weights = [shared.vectors[at.weights + positions[2 * step + half]] for half in range(2)]
@@ -50,7 +50,7 @@ class LongFlush:
                         results[4 * e + k] = sums[k]
 
     @cute.jit
-    def flush(self, shared: Shared, tile, inputs, index, row: Row, thread: Thread):
+    def flush(self, tensors: Tensors, shared: Shared, tile, inputs, index, row: Row, thread: Thread):
         """Turn a tile into the logical state, as `StateTile.flush` does; `inputs` is the address of its inputs."""
         at = Vectors(self.spec, index)
         total = shared.vectors[at.total]
@@ -68,7 +68,7 @@ class LongFlush:
                             results[4 * e + 2 * side + which] = olds[e] * total
                 column = block * self.spec.block + part * PART
                 for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
-                    self.add_rows(results, shared, at, inputs, rows * ROWS, column, thread)
+                    self.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
                         new = [results[4 * e + 2 * side + which] for e in range(PART)]

@@ -85,7 +85,7 @@ class Products:
     def partial_sums(self, held, tensors: Tensors, shared: Shared, row: Row, appends, flush, tile, thread: Thread):
         """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows.
 
-        A flush finds the ring's rows in shared memory.
+        A flush finds the ring's rows in shared memory, if they are kept.
         """
         g, t = thread.g, thread.t
         slice_index = thread.warp // self.spec.shared.tile_warps
@@ -112,8 +112,9 @@ class Products:
                     for n in cutlass.range_constexpr(self.spec.token_tiles):
                         shared.products[at + 8 * n] = sums[n][2 * half]
                         shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
-                if flush & (unit < self.spec.ring_steps):
-                    self._keep(held, half * 4 * self.columns, shared, row, 8 * unit + g, thread)
+                if cutlass.const_expr(self.ring_b.kept):
+                    if flush & (unit < self.spec.ring_steps):
+                        self._keep(held, half * 4 * self.columns, shared, row, 8 * unit + g, thread)
                 token = g + 8 * (unit - self.spec.ring_steps)
                 if appends & (token >= 0) & (token < row.new.length) & (unit >= self.spec.ring_steps):
                     ring = self.spec.ring_row(row.start, row.pnat + token)
@@ -123,13 +124,10 @@ class Products:
                         store_words(pointer, [held[half * 4 * self.columns + 4 * k + e] for e in range(4)])
 
     def _keep(self, held, first, shared, row, position, thread):
-        """Put this lane's pieces of a ring position's B where flushes find them; what NaN may be in becomes zeros."""
+        """Put this lane's pieces of a ring position's B where flushes find them."""
         for k in range(self.columns):
             words = [held[first + 4 * k + e] for e in range(4)]
-            if self.spec.whole:
-                live = self.spec.is_live(row, position)
-                words = [Int32(cutlass.select_(live, word, Int32(0))) for word in words]
-            self.ring_b.put(shared, position, self._column(thread, k), words)
+            self.ring_b.put(shared, row, position, self._column(thread, k), words)
 
     def dot(self, products, position, token):
         """B·C of a position and a token."""

@@ -76,7 +76,7 @@ class Rewrite:
             random = self._no_words()
             for part in cutlass.range_constexpr(self.parts):
                 results = self._old(state, tile, block, part, factors, thread)
-                self._add(results, shared, at, inputs, number, part, row, thread)
+                self._add(results, tensors, shared, at, inputs, number, part, row, thread)
                 if cutlass.const_expr(self.scaled):
                     for k in cutlass.range_constexpr(4 * PART):
                         top[k % 4 // 2] = max_abs(top[k % 4 // 2], results[k])
@@ -107,7 +107,7 @@ class Rewrite:
                 for part in cutlass.range_constexpr(self.parts):
                     again = self._old(state, tile, coded_block, part, factors, thread, self.dual)
                     if cutlass.const_expr(not self.dual):  # the checkpoint has the sums already
-                        self._add(again, shared, at, inputs, number, part, row, thread)
+                        self._add(again, tensors, shared, at, inputs, number, part, row, thread)
                     self._round(coded, random_words, again, inverse, key, coded_block, part)
                 self._store(target, coded, coded_block)
 
@@ -150,11 +150,11 @@ class Rewrite:
         return results
 
     @cute.jit
-    def _add(self, results, shared, at, inputs, block, part, row, thread):
+    def _add(self, results, tensors, shared, at, inputs, block, part, row, thread):
         """Add the ring's terms to a part."""
         column = block * self.block + part * PART
         for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
-            self.rows.add_rows(results, shared, at, inputs, rows * ROWS, column, thread)
+            self.rows.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
 
     def _round(self, done, random, results, inverse, key, block: Block, part):
         """Append a part's words to `done[side][which]`."""

@@ -1,27 +1,45 @@
-"""B of the ring positions in shared memory: what B·C has read anyway, kept for the flush of every head of a CTA."""
+"""B of the ring positions, for the flush of every head of a CTA.
+
+B·C has read it anyway, and keeps it in shared memory where the config says so; otherwise flushes read it from L2.
+"""
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
-from .bundles import Shared
+from .bundles import Row, Shared, Tensors
 from .primitives import load_words, store_words
 from .spec import StepSpec
 
 
 class RingB:
-    """Where B of a ring position lies: rows of d_state values of the inputs' type."""
+    """Where B of a ring position lies: in shared memory rows of d_state values of the inputs' type."""
 
     def __init__(self, spec: StepSpec) -> None:
+        self.spec = spec
         self.layout = spec.shared
+        self.kept = spec.config.keep_b
 
     def _at(self, position, column):
         return self.layout.b + position * self.layout.b_stride + 2 * column
 
-    def put(self, shared: Shared, position, column, words):
+    def put(self, shared: Shared, row: Row, position, column, words):
         """Keep a piece of 8 columns of a position."""
-        store_words(shared.raw + cute.assume(self._at(position, column), divby=16), words)
+        store_words(shared.raw + cute.assume(self._at(position, column), divby=16), self._live(row, position, words))
 
-    def get(self, shared: Shared, position, column, count: int):
+    def get(self, tensors: Tensors, shared: Shared, row: Row, position, column, count: int):
         """`count` columns of a position, as words."""
-        return load_words(shared.raw + cute.assume(self._at(position, column), divby=2 * count), count // 2)
+        if self.kept:
+            return load_words(shared.raw + cute.assume(self._at(position, column), divby=2 * count), count // 2)
+        where = (row.group, self.spec.read_row(row, position))
+        pointer = self.spec.pointer(tensors.b_cache, row.slot, where, column, count)
+        return self._live(row, position, load_words(pointer, count // 2))
+
+    def _live(self, row: Row, position, words):
+        """Zeros where NaN may be: in "live" mode a dead position has read a live row."""
+        if not self.spec.whole:
+            return words
+        live = self.spec.is_live(row, position)
+        return [Int32(cutlass.select_(live, word, Int32(0))) for word in words]

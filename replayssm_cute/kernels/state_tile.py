@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .bundles import Shared, Thread
+from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
 from .primitives import (
     as_float,
@@ -119,7 +119,7 @@ class StateTile:
         return [8 * step + 2 * t + half for step in range(self.spec.ring_steps) for half in range(2)]
 
     @cute.jit
-    def flush(self, shared: Shared, tile, x_words, index, thread: Thread):
+    def flush(self, tensors: Tensors, shared: Shared, tile, x_words, index, row: Row, thread: Thread):
         """Turn a tile of the checkpoint into the logical state: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
 
         In tf32 high and low terms; a state that is rounded to bf16 does without the low ones.
@@ -142,7 +142,8 @@ class StateTile:
             chunks = [self.chunks(tile, block, side, thread) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
             column = block * self.spec.block + thread.g * self.spec.chunk
-            b_chunks = [self.ring_b.get(shared, position, column, self.spec.chunk) for position in positions]
+            chunk = self.spec.chunk
+            b_chunks = [self.ring_b.get(tensors, shared, row, position, column, chunk) for position in positions]
             for part in cutlass.range_constexpr(self.parts):
                 b_words = [words[part * (PART // 2) :][: PART // 2] for words in b_chunks]
                 per_part = 4 // self.parts  # words of a chunk

@@ -35,7 +35,7 @@ class WriteBack:
                 p0 = share.rows.p0 + P_TILE * tile
                 self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
         else:
-            self._in_place(shared, turn, row, thread)
+            self._in_place(tensors, shared, turn, row, thread)
             self.copies.store(pipe, turn, share, row, thread)
 
     def _tile(self, shared, turn, tile, thread):
@@ -48,13 +48,13 @@ class WriteBack:
         return words, shared.address + (turn.inputs + tile * layout.input_tile_bytes)
 
     @cute.jit
-    def _in_place(self, shared, turn, row, thread):
+    def _in_place(self, tensors, shared, turn, row, thread):
         """Turn the checkpoint in a stage into the logical state."""
         cute.arch.sync_warp()  # results go where other lanes may still be reading
         for tile in cutlass.range(self.spec.tiles, unroll=1):
             words, inputs = self._tile(shared, turn, tile, thread)
             if cutlass.const_expr(self.spec.long_flush):
-                self.long_flush.flush(shared, words, inputs, turn.index, row, thread)
+                self.long_flush.flush(tensors, shared, words, inputs, turn.index, row, thread)
             else:
                 x_words = self.tokens.x_words(inputs, thread.lane)
-                self.state_tile.flush(shared, words, x_words, turn.index, thread)
+                self.state_tile.flush(tensors, shared, words, x_words, turn.index, row, thread)

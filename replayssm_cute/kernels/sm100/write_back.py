@@ -30,7 +30,7 @@ class WriteBack:
             offset = turn.stage * spec.shared.stage_bytes + (thread.warp * spec.warp_rows + tile * P_TILE) * 128
             words = cute.recast_ptr(shared.raw + cute.assume(offset, divby=1024), dtype=Int32)
             x_words = self.tokens.x_words(shared.address + (turn.inputs + tile * spec.shared.input_tile_bytes), lane)
-            self.state_tile.flush(shared, words, x_words, turn.index, thread)
+            self.state_tile.flush(tensors, shared, words, x_words, turn.index, row, thread)
             cute.arch.sync_warp()
             for block in cutlass.range_constexpr(spec.blocks):
                 for first in cutlass.range_constexpr(0, P_TILE, 4):
