@@ -24,8 +24,8 @@ class TensorSpec:
     """One tensor of a cache group.
 
     Attributes:
-        name: "state", "state_copy", "x_cache", "B_cache", "state_scale", "dt_cache", "A", "ring_start", "pnat" or
-            "last_tokens".
+        name: "state", "state_copy" (the read copy beside an f32 state), "x_cache", "B_cache", "state_scale" (of 8-bit
+            states or copies), "dt_cache", "A", "ring_start", "pnat" or "last_tokens".
         layer: the layer, None for a tensor that all layers share.
         shape, stride: in elements.
         dtype: short name, see `replayssm_cute.dtypes`.
@@ -93,6 +93,11 @@ class CacheSpec:
     def geometry(self) -> dict[str, Any]:
         """The fields that a Problem has as well (all but layers)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "layers"}
+
+    @property
+    def plain(self) -> bool:
+        """Whether the state is of floats alone: no 8-bit codes with scales, no read copy."""
+        return self.copy_dtype is None and not self.problem().scaled
 
     @property
     def ring_rows(self) -> int:
