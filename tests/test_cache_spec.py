@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_runs import LOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,9 +49,6 @@ MODELS = {
     "Zamba2 7B": (81, 112, 64, 64, 2),
 }
 ODD = CacheSpec(layers=3, heads=15, head_dim=64, d_state=64, groups=3, tokens=3, window=8)
-# Kinds of state beside plain ones: 8-bit codes with scales, and read copies of an f32 state, of which 8-bit ones have
-# scales too.
-LOW = [{"state_dtype": "f8e4m3"}, {"state_dtype": "i8"}, *({"copy_dtype": kind} for kind in ("bf16", "f8e4m3", "i8"))]
 
 
 def spec_of(model: str, **kwargs: Any) -> CacheSpec:
@@ -229,7 +227,9 @@ def test_the_example_of_the_docstring_runs() -> None:
 
 def test_layers_hold_what_the_kernels_table_names() -> None:
     assert tuple(f.name for f in dataclasses.fields(LayerTensors)) == shapes.TENSORS
-    assert tuple(ODD.slot_shapes()) == shapes.TENSORS[:4] == tuple(ReplayCache.allocate(ODD, 1, "cpu").layers[0].named())
+    assert (
+        tuple(ODD.slot_shapes()) == shapes.TENSORS[:4] == tuple(ReplayCache.allocate(ODD, 1, "cpu").layers[0].named())
+    )
     for change in LOW:
         spec = dataclasses.replace(ODD, **change)
         assert set(ReplayCache.allocate(spec, 1, "cpu").layers[0].named()) == set(spec.slot_shapes())
