@@ -60,12 +60,17 @@ def enter(
     shared: Shared,
     slot: torch.Tensor,
     logical: LogicalState,
+    folded: torch.Tensor,
 ) -> None:
-    """Write checked logical states into `slot`, (n,) int64 on the cache's device."""
+    """Write checked logical states into slots, the oldest rows of each folded into its checkpoint.
+
+    Args:
+        slot: (n,) int64 on the cache's device.
+        folded: (n,) int64, how many rows; at least the `surplus`.
+    """
     n, most = len(logical), logical.x.shape[3]
     if n == 0:
         return
-    folded = surplus(spec, logical)
     kept = logical.count.long() - folded
     rates = shared.A.cpu()
     zero, each = torch.zeros(n, dtype=torch.int64), torch.arange(n)

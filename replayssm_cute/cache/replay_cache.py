@@ -12,7 +12,7 @@ from . import layout, migrate
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
 from .rows import Slots, as_counts, as_slots, check_range, check_settled, check_slots, rows_of, values_checked
-from .spec import CacheSpec
+from .spec import CacheSpec, check_spec
 from .stored import as_bits, encode
 from .torch_ops import TorchOps
 
@@ -105,6 +105,7 @@ class ReplayCache:
         Raises:
             ValueError, TypeError: for bad arguments.
         """
+        check_spec("spec", spec)
         layers, shared = layout.allocate(spec, slots, torch.device(device))
         return cls(spec, layers, shared, pad_slot_id)._with(A)
 
@@ -136,12 +137,17 @@ class ReplayCache:
             ValueError: a number of layers or slots, rank, device, stride, alignment, offset or size that does not
                 fit, or layers that share bytes; naming the page, what came and what was expected.
         """
+        check_spec("spec", spec)
+        if not isinstance(pool, (torch.Tensor, Sequence)):
+            raise TypeError(f"pool: got {type(pool).__name__}, expected tensors of bytes")
         layers = layout.from_pool(spec, pool, offsets)
         state = layers[0].state
         return cls(spec, layers, layout.shared(spec, state.shape[0], state.device), pad_slot_id)._with(A)
 
     def _with(self, A: Sequence[torch.Tensor] | None) -> ReplayCache:
         if A is not None:
+            if not isinstance(A, (torch.Tensor, Sequence)):
+                raise TypeError(f"A: got {type(A).__name__}, expected a tensor for each layer")
             if len(A) != self.spec.layers:
                 raise ValueError(f"A: got {len(A)} layers, expected {self.spec.layers}")
             for layer, each in enumerate(A):
@@ -352,6 +358,8 @@ class ReplayCache:
         """
         slots = self._written(slots)
         indices = range(self.spec.layers) if layer is None else [self._layer(layer)]
+        if not isinstance(states, (torch.Tensor, Sequence)):
+            raise TypeError(f"states: got {type(states).__name__}, expected tensors")
         given: list[torch.Tensor] = [states] if layer is not None else list(states)  # type: ignore[list-item]
         if len(given) != len(indices):
             raise ValueError(f"states: got {len(given)} layers, expected {len(indices)}")
@@ -414,6 +422,10 @@ class ReplayCache:
             TypeError: a wrong type or dtype.
             RuntimeError: rows must be folded and a layer's A was not given (`set_decay`); nothing is written.
         """
+        self._import(slots, state)
+
+    def _import(self, slots: Slots, state: LogicalState, at_least: torch.Tensor | None = None) -> None:
+        """`import_slots`, with at least so many of the oldest rows folded, (n,) int64 within 0..count."""
         if not isinstance(state, LogicalState):
             raise TypeError(f"state: got {type(state).__name__}, expected LogicalState")
         state.check()
@@ -421,9 +433,11 @@ class ReplayCache:
             raise ValueError(why)
         slots = as_slots("slots", slots, self.device, len(state))
         check_slots("slots", slots, self.slots, torch.ones_like(slots, dtype=torch.bool))
-        if bool(migrate.surplus(self.spec, state).any()):
+        folded = migrate.surplus(self.spec, state)
+        folded = folded if at_least is None else torch.maximum(folded, at_least)
+        if bool(folded.any()):
             self._need_decays()
-        migrate.enter(self.spec, self.layers, self._shared, slots.long(), state)
+        migrate.enter(self.spec, self.layers, self._shared, slots.long(), state, folded)
 
     # -----------------------------------------------------------------------------------------------
     # Checks

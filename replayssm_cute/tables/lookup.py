@@ -290,11 +290,17 @@ def use(paths: Sequence[Path | str] | None) -> None:
     As there, "estimated" stands for the estimated tables that the package brings for the GPU at hand.
 
     Raises:
-        TypeError: if `paths` is one path instead of a list.
+        TypeError: if `paths` is one path instead of a list, or something in it is no path.
     """
     global _paths
     if isinstance(paths, (str, Path)):
         raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+    if paths is not None:
+        if not isinstance(paths, Iterable):
+            raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+        paths = list(paths)
+        if bad := [path for path in paths if not isinstance(path, (str, Path))]:
+            raise TypeError(f"paths: got {type(bad[0]).__name__} among them, expected paths: str or Path")
     _paths = None if paths is None else tuple(paths)
     forget()
 
