@@ -186,6 +186,20 @@ def test_folds_after_an_import_see_no_earlier_request(tokens: int, window: int, 
                 assert torch.equal(found[at, 0], torch.stack(seen[end - 3 : end])), (live, count)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_an_export_tells_nothing_of_an_earlier_request(tokens: int) -> None:
+    """A new request beside one with many live rows: what its slot's ring held before is not among its inputs."""
+    cache = made(dataclasses.replace(SPEC, tokens=tokens))
+    requests = Requests(cache, 4)
+    cache.reset([1, 4])
+    requests.seen = {1: [], 4: []}
+    for _ in range(8 // tokens):
+        requests.step([4], [tokens])
+    state = cache.export_slots([1, 4])
+    assert state.logical.count.tolist() == [0, 8]
+    assert not bool(state.inputs[:, 0].any()) and bool(torch.isfinite(state.inputs).all())
+
+
 def test_a_state_with_few_inputs_is_folded_as_far_as_they_reach() -> None:
     """Made by hand, with the last three inputs alone: only the newest point can go on."""
     source = made()

@@ -188,6 +188,17 @@ def test_one_path_is_no_list_of_paths(one: Any) -> None:
         tables.use(one)
 
 
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [([5], "paths: got int among them, expected str or Path"), (["t.json", None], "paths: got NoneType among them"),
+     (5, "paths: got int, expected a list of paths")],
+)  # fmt: skip
+def test_what_is_no_path_is_refused_by_name(paths: Any, message: str) -> None:
+    for work in (lambda: tables.use(paths), lambda: Tables.of(H200, paths)):
+        with pytest.raises(TypeError, match=message):
+            work()
+
+
 def test_missing_directory_and_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TableError, match="cannot be read"):
         tables.read(tmp_path / "none.json")

@@ -97,11 +97,9 @@ class Tables:
         within the shipped ones.
 
         Raises:
-            TypeError: if `paths` is one path instead of a list.
+            TypeError: if `paths` is one path instead of a list, or something in it is no path.
         """
-        if isinstance(paths, (str, Path)):
-            raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
-        named = list(files.user_paths() if paths is None else paths)
+        named = files.user_paths() if paths is None else _listed(paths)
         user = [path for path in named if str(path) != files.ESTIMATED]
         shipped = files.shipped()
         if len(user) < len(named):
@@ -284,6 +282,16 @@ def forget() -> None:
         _recent = _Recent()
 
 
+def _listed(paths: object) -> list[Path | str]:
+    """The paths of a list of them; refuses what is none."""
+    if isinstance(paths, (str, Path)) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
+    listed = list(paths)
+    if bad := [path for path in listed if not isinstance(path, (str, Path))]:
+        raise TypeError(f"paths: got {type(bad[0]).__name__} among them, expected str or Path")
+    return listed
+
+
 def use(paths: Sequence[Path | str] | None) -> None:
     """Take `paths` for this process's user tables, in place of REPLAYSSM_TABLES; None goes back to that.
 
@@ -293,15 +301,7 @@ def use(paths: Sequence[Path | str] | None) -> None:
         TypeError: if `paths` is one path instead of a list, or something in it is no path.
     """
     global _paths
-    if isinstance(paths, (str, Path)):
-        raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
-    if paths is not None:
-        if not isinstance(paths, Iterable):
-            raise TypeError(f"paths: got {type(paths).__name__}, expected a list of paths")
-        paths = list(paths)
-        if bad := [path for path in paths if not isinstance(path, (str, Path))]:
-            raise TypeError(f"paths: got {type(bad[0]).__name__} among them, expected paths: str or Path")
-    _paths = None if paths is None else tuple(paths)
+    _paths = None if paths is None else tuple(_listed(paths))
     forget()
 
 
