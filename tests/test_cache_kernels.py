@@ -502,17 +502,24 @@ def test_exported_kernels_are_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert compiler.counters() == compiler.Counters(compiled=1, disk=1)
 
 
+@pytest.mark.parametrize("kind,count", [({}, 5), ({"state_dtype": "i8"}, 4), ({"copy_dtype": "bf16"}, 4)])
 def test_a_build_host_compiles_a_caches_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: dict[str, str],
+    count: int,
 ) -> None:
+    """Plain states' fold among them; other kinds have no kernel for it."""
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
-    fields = {k: v for k, v in dataclasses.asdict(SPECS[0]).items() if k != "layers"}
+    spec = dataclasses.replace(SPECS[0], **kind)
+    fields = {k: v for k, v in dataclasses.asdict(spec).items() if k != "layers"}
     assert compile_cli.main(["--target", "b300", "--cache", json.dumps(fields)]) == 0
-    assert f"5 of 5 kernels are in {tmp_path}" in capsys.readouterr().out
+    assert f"{count} of {count} kernels are in {tmp_path}" in capsys.readouterr().out
     compiler.reset_counters()
-    for recipe in recipes.all_of(SPECS[0]):
+    for recipe in recipes.all_of(spec):
         compiler.entry_of(recipe, target.named("b300"))
-    assert compiler.counters() == compiler.Counters(disk=5)
+    assert compiler.counters() == compiler.Counters(disk=count)
     for bad in ("[]", '{"headz": 1}'):
         with pytest.raises(SystemExit):
             compile_cli.main(["--target", "b300", "--cache", bad])

@@ -123,6 +123,26 @@ def test_the_step_takes_what_the_cache_gives(spec: CacheSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=kinds)
+def test_a_plan_launches_on_what_the_cache_gives(spec: CacheSpec) -> None:
+    """prepare, launch and bind take step_args too, of any layer, and do what the call does."""
+    caches = [filled(spec, 1, live={0: (2, 5)}) for _ in range(3)]
+    given = random_call(spec.problem(), 1, slots=SLOTS, seed=3)
+    given = dataclasses.replace(given, state_batch_indices=torch.tensor([0], dtype=torch.int32))
+    calls = [dataclasses.replace(given, **cache.step_args(1), out=given.out.clone()) for cache in caches]
+    api.checkpointing_ssu(**calls[0].kwargs())
+    first = dataclasses.replace(given, **caches[1].step_args(0)).kwargs()
+    prepared = api.prepare(**{k: v for k, v in first.items() if k != "pad_slot_id"})
+    options = ("dt_softplus", "max_seqlen", "philox_rounds", "precision")
+    for call, launch in zip(calls[1:], (prepared.launch, lambda **k: prepared.bind(**k)()), strict=True):
+        launch(**{k: v for k, v in call.kwargs().items() if k not in options})
+        assert torch.equal(call.out, calls[0].out) and bool(torch.isfinite(call.out).all())
+    for cache in caches[1:]:
+        assert_unchanged(cache, snapshot(caches[0]))
+    flushed = snapshot(filled(spec, 1, live={0: (2, 5)}))
+    assert not torch.equal(snapshot(caches[0])["state[1]"], flushed["state[1]"])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=kinds)
 def test_reset_is_the_encoding_of_zero(spec: CacheSpec) -> None:
     """Codes 0 under scales 1, a copy of zeros; other slots, and without zero_state all, keep every bit."""
     cache = make(spec, 3)
