@@ -19,6 +19,7 @@ from test_cache_materialize import CYCLES, SLOTS, expected_moves, filled, folded
 
 from replayssm_cute import DecodeGraphs, GraphInput, api, dtypes, problem, rounding, warmup
 from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache, launches, proof, recipes, stored
+from replayssm_cute.cache.shapes import ZERO_STATE
 from replayssm_cute.calls import random_call
 from replayssm_cute.problem import Problem
 
@@ -458,7 +459,7 @@ def step_problem(spec: CacheSpec, rounds: int | None = None) -> Problem:
 TINY = CacheSpec(layers=2, heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=4)
 
 
-@pytest.mark.parametrize("rounds", [None, 10])
+@pytest.mark.parametrize("rounds", [None, 7])
 @pytest.mark.parametrize("kind", [*LOW, {"state_dtype": "bf16"}], ids=lambda k: "-".join(k.values()))
 def test_warmup_decodes_on_the_cache_and_restores_every_byte(
     warm: None, monkeypatch: pytest.MonkeyPatch, kind: dict[str, str], rounds: int | None
@@ -474,19 +475,39 @@ def test_warmup_decodes_on_the_cache_and_restores_every_byte(
             words.copy_(torch.randint(-(2**31), 2**31, t.shape, generator=gen).to(words.dtype))
     before = snapshot(cache)
     seen: list[Problem] = []
+    first: list[bool] = []
     real = fakes.FakeKernel.__call__
 
     def watched(self: fakes.FakeKernel, *args: Any) -> None:
-        if any(args[0] is layer.state for layer in cache.layers):
+        for layer in (each for each in cache.layers if args[0] is each.state):
             seen.append(self.problem)
+            live = args[15][args[15] >= 0].long()
+            if not bool(cache.pnat[live].any()):
+                first.append(
+                    all(bool((stored.as_bits(t)[live] == ZERO_STATE[n]).all()) for n, t in layer.checkpoint().items())
+                )
         real(self, *args)
 
     monkeypatch.setattr(fakes.FakeKernel, "__call__", watched)
     wanted = step_problem(spec, rounds)
     coverage = warmup([wanted], [2, 7], cache=cache, device=-1)
     assert set(seen) == {wanted}, "the dummy decodes are those of the problem"
+    assert first and first[0] and first.count(True) >= spec.layers, "they begin with states of zero"
     assert coverage.cache is not None and set(coverage.cache.operations) >= {"reset", "commit", "materialize", "copy"}
     assert_unchanged(cache, before)
+
+
+def test_warmup_decodes_with_the_problems_precision(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Problem] = []
+    real = fakes.FakeKernel.__call__
+    monkeypatch.setattr(
+        fakes.FakeKernel, "__call__", lambda self, *args: (seen.append(self.problem), real(self, *args))
+    )
+    wanted = TINY.problem(precision="highest")
+    cache = make(TINY, 3)
+    cache.reset(range(3))
+    warmup([wanted], [2], cache=cache, device=-1)
+    assert set(seen) == {wanted}
 
 
 @pytest.mark.parametrize("kind", LOW, ids=lambda k: "-".join(k.values()))
