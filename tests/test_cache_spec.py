@@ -214,6 +214,19 @@ def test_bad_plans_and_allocations_are_refused() -> None:
         ODD.pool_bytes(3, ODD.page_bytes - 16)
     with pytest.raises(TypeError, match="slot_stride: got float, expected an int, bytes"):
         ODD.pool_bytes(3, 1e6)  # type: ignore[arg-type]
+    for work, message in (
+        (lambda: slots_that_fit(1, None), "specs: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.allocate(None, 1, "cpu"), "spec: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.allocate(ODD, 1, "cpu", A=5), "A: got int, expected a tensor for each layer"),
+        (lambda: ReplayCache.from_pool(None, []), "spec: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.from_pool(ODD, None), "pool: got NoneType, expected tensors of bytes"),
+        (
+            lambda: ReplayCache.allocate(ODD, 1, "cpu").prefill_handoff([0], None),
+            "states: got NoneType, expected tensors",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            work()  # type: ignore[no-untyped-call]
     assert slots_that_fit(0, ODD) == 0 == slots_that_fit(ODD.total_bytes(1) - 1, ODD)
 
 
