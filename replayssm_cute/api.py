@@ -68,9 +68,9 @@ def checkpointing_ssu(
         A: (H, P, N) with strides 0 on P and N, f32, bf16 or f16; negative values.
         B, C: (b, T, G, N), x's dtype.
         out: (b, T, H, P), x's dtype; written.
-        D: (H, P) with stride 0 on P, any float dtype: y += D x.
+        D: (H, P) with stride 0 on P, f32, bf16 or f16: y += D x.
         z: (b, T, H, P), x's dtype: y *= z sigmoid(z).
-        dt_bias: (H, P) with stride 0 on P, any float dtype: added to dt.
+        dt_bias: (H, P) with stride 0 on P, f32, bf16 or f16: added to dt.
         dt_softplus: whether dt goes through softplus (after the bias).
         state_batch_indices: (b,) int32 or int64 slots; None means row i uses slot i. Live slots are distinct.
         pad_slot_id: rows with this slot, or a negative one, are padding: output zero, caches untouched.

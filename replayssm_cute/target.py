@@ -60,8 +60,11 @@ def named(name: str) -> Target:
     """The catalogue's target of that name ("h200", "b300") or architecture ("sm_100a").
 
     Raises:
+        TypeError: if `name` is no str.
         ValueError: if neither is known, listing what is.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: got {type(name).__name__}, expected the str of a target")
     key = _DEFAULT_OF_ARCH.get(name, name).lower()
     if key not in _CATALOGUE:
         known = ", ".join((*_CATALOGUE, *_DEFAULT_OF_ARCH))

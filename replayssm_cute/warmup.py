@@ -294,17 +294,22 @@ def _slots(call: Call) -> torch.Tensor:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+def _as_bits(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: copies of NaNs as floats need not keep their payload."""
+    return t.view(_BITS[t.element_size()])
+
+
 @contextlib.contextmanager
 def _restored(call: Call) -> Iterator[torch.Tensor]:
     """Gives the live slots of a call; afterwards they and `out` hold the same bits as before."""
     slots = _live_slots(call)
     per_slot = (
-        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens
+        call.state, call.x_cache, call.B_cache, call.dt_cache, call.ring_start, call.prev_num_accepted_tokens,
+        call.state_scale, call.state_copy,
     )  # fmt: skip
-    # As integers: copies of NaNs as floats need not keep their payload.
-    views = [t.view(_BITS[t.element_size()]) for t in per_slot]
+    views = [_as_bits(t) for t in per_slot if t is not None]
     saved = [v[slots] for v in views]
-    out = call.out.view(_BITS[call.out.element_size()])
+    out = _as_bits(call.out)
     saved_out = out.clone()
     try:
         yield slots
@@ -325,7 +330,11 @@ def _decode(call: Call, problem: Problem, config: TileConfig | None) -> int:
     longest = int(lengths.max()) if len(lengths) else 0
     steps = problem.window // (longest or problem.tokens) + 1
     with _restored(call) as slots:
-        call.state[slots] = 0
+        for t in (call.state, call.state_copy):
+            if t is not None:
+                _as_bits(t)[slots] = 0
+        if call.state_scale is not None:
+            call.state_scale[slots] = 1.0
         call.ring_start[slots] = 0
         call.prev_num_accepted_tokens[slots] = 0
         accepted = torch.full((len(slots),), problem.tokens, dtype=torch.int32, device=call.state.device)

@@ -378,7 +378,7 @@ class EmulatedLaunches(Launches):
 
     def __init__(self, spec: Any, layers: Any, shared: Any, pad_slot_id: int) -> None:
         super().__init__(spec, layers, shared, pad_slot_id)
-        self._owned = [t for each in layers for t in (each.state, each.x_cache, each.B_cache, each.dt_cache)]
+        self._owned = [t for each in layers for t in each.named().values()]
         self._given: list[torch.Tensor] = []  # whose addresses the kernels get as numbers
         self.launched: list[str] = []
 

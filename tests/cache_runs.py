@@ -13,6 +13,9 @@ from replayssm_cute.cache import CacheSpec, ReplayCache
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 SPEC = CacheSpec(layers=2, heads=2, head_dim=64, d_state=64, groups=1, tokens=4, window=16)
+# Kinds of state beside plain ones: 8-bit codes with scales, and read copies of an f32 state, of which 8-bit ones have
+# scales too.
+LOW = [{"state_dtype": "f8e4m3"}, {"state_dtype": "i8"}, *({"copy_dtype": kind} for kind in ("bf16", "f8e4m3", "i8"))]
 
 
 def decays(spec: CacheSpec, seed: int = 100) -> list[torch.Tensor]:
@@ -28,22 +31,26 @@ def make(spec: CacheSpec, slots: int, pad_slot_id: int = -1) -> ReplayCache:
 
 
 def poison(cache: ReplayCache) -> None:
+    """NaN everywhere; codes of int8, which has none, are its largest, under scales of NaN."""
     for layer in cache.layers:
-        for t in (layer.state, layer.x_cache, layer.B_cache, layer.dt_cache):
-            t.fill_(float("nan"))
+        for t in layer.named().values():
+            if t.element_size() == 1:
+                t.view(torch.uint8).fill_(0x7F)
+            else:
+                t.fill_(float("nan"))
 
 
 def cache_tensors(cache: ReplayCache) -> dict[str, torch.Tensor]:
     """Every tensor of the cache by name, the layers' with their number."""
     named = {name: getattr(cache, name) for name in ("ring_start", "pnat", "last_tokens")}
     for i, layer in enumerate(cache.layers):
-        named |= {f"{name}[{i}]": getattr(layer, name) for name in ("state", "x_cache", "B_cache", "dt_cache")}
+        named |= {f"{name}[{i}]": t for name, t in layer.named().items()}
     return named
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
     """A copy as integers, in which equal bits are equal, NaN or not."""
-    return t.clone().view({2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.clone().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 def snapshot(cache: ReplayCache) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import pretend_cuda
 import pytest
 import torch
 from cache_lanes import MODULES, REPLACED, EmulatedLaunches, Memory, Tensor, emulated
-from cache_runs import assert_unchanged, snapshot
+from cache_runs import LOW, assert_unchanged, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import as_array
@@ -339,6 +339,11 @@ COMPILED = [
     recipes.copy(dataclasses.replace(SUPER, heads=3, groups=1, window=2, tokens=1)),
     recipes.reset(SUPER),
     *(
+        make(dataclasses.replace(SUPER, **kind))
+        for make in (recipes.copy, recipes.reset)
+        for kind in ({"state_dtype": "i8"}, {"copy_dtype": "f8e4m3"}, {"copy_dtype": "bf16", "head_dim": 80})
+    ),
+    *(
         recipes.fold(dataclasses.replace(SUPER, head_dim=p, d_state=n, state_dtype=s))
         for p, n, s in [
             (64, 128, "f32"), (64, 128, "bf16"), (80, 128, "f32"), (80, 128, "f16"), (128, 256, "f32"),
@@ -404,7 +409,8 @@ def test_every_geometry_has_a_shape_that_covers_a_head_once(head_dim: int, d_sta
 
 
 def test_pieces_cover_every_byte_of_a_slot_once() -> None:
-    for spec in (SUPER, dataclasses.replace(SUPER, heads=3, groups=1, window=2, tokens=1)):
+    small = dataclasses.replace(SUPER, heads=3, groups=1, window=2, tokens=1)
+    for spec in (SUPER, small, *(dataclasses.replace(small, **kind) for kind in LOW)):
         shape = BytesShape.of(spec, *spec.slot_shapes())
         assert sum(part.nbytes for part in shape.parts) == spec.layer_bytes
         for part, after in zip(shape.parts, [*(p.first for p in shape.parts[1:]), shape.pieces], strict=True):
@@ -496,17 +502,24 @@ def test_exported_kernels_are_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert compiler.counters() == compiler.Counters(compiled=1, disk=1)
 
 
+@pytest.mark.parametrize("kind,count", [({}, 5), ({"state_dtype": "i8"}, 4), ({"copy_dtype": "bf16"}, 4)])
 def test_a_build_host_compiles_a_caches_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: dict[str, str],
+    count: int,
 ) -> None:
+    """Plain states' fold among them; other kinds have no kernel for it."""
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
-    fields = {k: v for k, v in dataclasses.asdict(SPECS[0]).items() if k != "layers"}
+    spec = dataclasses.replace(SPECS[0], **kind)
+    fields = {k: v for k, v in dataclasses.asdict(spec).items() if k != "layers"}
     assert compile_cli.main(["--target", "b300", "--cache", json.dumps(fields)]) == 0
-    assert f"5 of 5 kernels are in {tmp_path}" in capsys.readouterr().out
+    assert f"{count} of {count} kernels are in {tmp_path}" in capsys.readouterr().out
     compiler.reset_counters()
-    for recipe in recipes.all_of(SPECS[0]):
+    for recipe in recipes.all_of(spec):
         compiler.entry_of(recipe, target.named("b300"))
-    assert compiler.counters() == compiler.Counters(disk=5)
+    assert compiler.counters() == compiler.Counters(disk=count)
     for bad in ("[]", '{"headz": 1}'):
         with pytest.raises(SystemExit):
             compile_cli.main(["--target", "b300", "--cache", bad])

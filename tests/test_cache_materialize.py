@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import as_array, token
 
-from replayssm_cute.cache import CacheSpec, ReplayCache
+from replayssm_cute.cache import CacheSpec, ReplayCache, stored
 
 SPECS = [
     dataclasses.replace(SPEC, tokens=2, window=5),
@@ -37,7 +37,8 @@ def filled(
     offset = (torch.arange(spec.ring_rows)[None] - cache.ring_start[:, None]) % spec.ring_rows
     dead = offset >= cache.pnat[:, None]
     for layer in cache.layers:
-        layer.state.copy_(torch.randn(layer.state.shape, generator=gen))
+        for name, made in stored.encode(spec, torch.randn(layer.state.shape, generator=gen)).items():
+            stored.as_bits(getattr(layer, name)).copy_(stored.as_bits(made))
         layer.x_cache.copy_(torch.randn(layer.x_cache.shape, generator=gen))
         layer.B_cache.copy_(torch.randn(layer.B_cache.shape, generator=gen))
         layer.dt_cache.copy_(torch.rand(layer.dt_cache.shape, generator=gen) * 0.1)
@@ -49,7 +50,7 @@ def filled(
 def folded(cache: ReplayCache, layer: int, slot: int, count: int) -> np.ndarray:
     """The scalar model: the checkpoint of a slot advanced through its first `count` live rows, float64."""
     t, spec = cache.layers[layer], cache.spec
-    S = as_array(t.state[slot])
+    S = as_array(stored.decode(t, torch.tensor([slot]))[0])
     for j in range(min(max(count, 0), int(cache.pnat[slot]))):
         row = (int(cache.ring_start[slot]) + j) % spec.ring_rows
         for h in range(spec.heads):

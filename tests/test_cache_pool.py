@@ -30,7 +30,7 @@ def owned(cache: ReplayCache, pool: torch.Tensor) -> torch.Tensor:
     """Which bytes of the pool belong to the cache's tensors."""
     mask = torch.zeros(pool.numel(), dtype=torch.bool)
     for layer in cache.layers:
-        for t in (layer.state, layer.x_cache, layer.B_cache, layer.dt_cache):
+        for t in layer.named().values():
             size = t.element_size()
             for slot in range(SLOTS):
                 at = t[slot].data_ptr() - pool.data_ptr()

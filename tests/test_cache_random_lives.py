@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_runs import Request, cache_tensors, decays
+from cache_runs import LOW, Request, decays, poison
 from oracle import as_array
 
 from replayssm_cute import checkpointing_ssu
-from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache
+from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache, migrate, replay_cache, stored, torch_ops
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 SIZES = [(4, 16), (32, 64), (32, 32), (7, 33), (1, 64), (17, 50), (2, 2), (1, 1)]  # (T, W)
@@ -24,8 +24,14 @@ SLOTS = 5
 Token = tuple[torch.Tensor, ...]
 
 
-def spec_of(tokens: int, window: int) -> CacheSpec:
-    return CacheSpec(layers=1, heads=2, head_dim=64, d_state=64, groups=1, tokens=tokens, window=window)
+# Kinds of state, and what outputs then differ by, of a window's largest one: what rounding of the state, or of the copy
+# that is read, costs at most.
+PLAIN: list[dict[str, str]] = [{}]
+ERRORS = {"f32": 3e-6, "bf16": 2e-2, "i8": 6e-2, "f8e4m3": 0.3}
+
+
+def spec_of(tokens: int, window: int, **kind: str) -> CacheSpec:
+    return CacheSpec(layers=1, heads=2, head_dim=64, d_state=64, groups=1, tokens=tokens, window=window, **kind)
 
 
 class Lives:
@@ -38,10 +44,15 @@ class Lives:
     """
 
     def __init__(
-        self, spec: CacheSpec, seed: int, *, deferred: bool, device: str, sizes: list[tuple[int, int]]
-    ) -> None:
+        self, spec: CacheSpec, seed: int, *, deferred: bool, device: str, sizes: list[tuple[int, int]],
+        kinds: list[dict[str, str]],
+    ) -> None:  # fmt: skip
         self.rng, self.gen = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.deferred, self.device, self.sizes = deferred, device, sizes
+        self.deferred, self.device, self.sizes, self.kinds = deferred, device, sizes, kinds
+        # States may have been in caches of any of the kinds.
+        self.error = max(ERRORS[name] for kind in kinds for name in kind.values() or ["f32"])
+        if device != "cpu":
+            self.error = max(self.error, 1e-2)
         self.cache = self.fresh(spec)
         self.requests: dict[int, Request] = {}
         self.pending: dict[int, int] = {}
@@ -50,9 +61,7 @@ class Lives:
     def fresh(self, spec: CacheSpec) -> ReplayCache:
         """A cache in which nothing that was not written can be read unseen."""
         cache = ReplayCache.allocate(spec, SLOTS, self.device, A=decays(spec))
-        for name, t in cache_tensors(cache).items():
-            if "[" in name:
-                t.fill_(float("nan"))
+        poison(cache)
         return cache
 
     def token(self) -> Token:
@@ -121,8 +130,8 @@ class Lives:
         self.entered(target, request)
 
     def move(self) -> None:
-        """Every request into a cache of another T and W."""
-        other = self.fresh(spec_of(*self.rng.choice(self.sizes)))
+        """Every request into a cache of another T and W, and of another kind of state."""
+        other = self.fresh(spec_of(*self.rng.choice(self.sizes), **self.rng.choice(self.kinds)))
         sources = sorted(self.requests)
         targets = self.rng.sample(range(SLOTS), len(sources))
         other.import_slots(targets, self.cache.export_slots(sources))
@@ -164,7 +173,7 @@ class Lives:
             self.done["flush"] = self.done.get("flush", 0) + (int(self.cache.pnat[slot]) + lens[row] > spec.window)
             given = (as_array(t[0, own]) for t in (dt, x, B, C))
             expected = self.requests[slot].layers[0].run(as_array(decay)[:, 0, 0], *given, accepted[row])
-            allowed = (3e-6 if self.device == "cpu" else 1e-2) * np.abs(expected).max()
+            allowed = self.error * np.abs(expected).max()
             np.testing.assert_allclose(out[own], expected, rtol=0, atol=allowed + 1e-9)
 
     def launch(
@@ -191,8 +200,11 @@ class Lives:
         return as_array(arguments["out"][0].cpu())
 
 
-def lives(size: tuple[int, int], seed: int, *, deferred: bool, device: str, sizes: list[tuple[int, int]]) -> Lives:
-    run = Lives(spec_of(*size), seed, deferred=deferred, device=device, sizes=sizes)
+def lives(
+    size: tuple[int, int], seed: int, *, deferred: bool, device: str, sizes: list[tuple[int, int]],
+    kinds: list[dict[str, str]] = PLAIN,
+) -> Lives:  # fmt: skip
+    run = Lives(spec_of(*size, **kinds[0]), seed, deferred=deferred, device=device, sizes=sizes, kinds=kinds)
     names = ["step", "reset", "prefill", "copy", "materialize", "export", "move"]
     for operation in run.rng.choices(names, [24, 3, 1, 2, 3, 2, 1], k=140):
         run.live(operation)
@@ -205,6 +217,36 @@ def test_a_request_never_notices(size: tuple[int, int], deferred: bool) -> None:
     """Whatever happens between its steps, its outputs are those of its own accepted tokens alone."""
     run = lives(size, 10 * size[1] + deferred, deferred=deferred, device="cpu", sizes=SIZES)
     assert run.done["step"] > 5 and run.done["flush"] > 0
+
+
+MIXED = [  # the last moves among kinds whose recurrence is f32
+    *([kind] for kind in LOW),
+    [{"copy_dtype": "bf16"}, {}, {"copy_dtype": "i8"}],
+]
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["commit", "begin_step"])
+@pytest.mark.parametrize("kinds", MIXED, ids=lambda k: "+".join("-".join(kind.values()) for kind in k))
+@pytest.mark.parametrize("size", [(4, 16), (17, 50), (1, 1)], ids=lambda s: f"T{s[0]}-W{s[1]}")
+def test_codes_and_copies_follow(size: tuple[int, int], kinds: list[dict[str, str]], deferred: bool) -> None:
+    """The same lives with 8-bit states and read copies: to within what their rounding costs."""
+    run = lives(size, 3 * size[1] + deferred, deferred=deferred, device="cpu", sizes=SIZES, kinds=kinds)
+    assert run.done["step"] > 5 and run.done["flush"] > 0
+
+
+@pytest.mark.parametrize("kind", LOW, ids=lambda k: "-".join(k.values()))
+def test_a_life_without_new_scales_and_copies_is_noticed(kind: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that enter without what is read of them: the copy of the request before, or its scales."""
+    encode = stored.encode
+    read = "state_copy" if "copy_dtype" in kind else "state_scale"
+
+    def without(spec: CacheSpec, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in encode(spec, values).items() if name != read}
+
+    for module in (replay_cache, migrate, torch_ops):
+        monkeypatch.setattr(module.stored if module is migrate else module, "encode", without)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        lives((4, 16), 1, deferred=False, device="cpu", sizes=[(4, 16)], kinds=[kind])
 
 
 def test_a_wrong_life_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,4 +270,12 @@ STEPS = [
 def test_gpu_a_request_never_notices(deferred: bool) -> None:
     """The kernels in the place of the reference, at the longest windows and at short ones."""
     run = lives((32, 64), 5 + deferred, deferred=deferred, device="cuda", sizes=GPU_SIZES)
+    assert run.done["step"] > 5 and run.done["flush"] > 0 and run.done["move"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deferred", [False, True], ids=["commit", "begin_step"])
+@pytest.mark.parametrize("kinds", MIXED, ids=lambda k: "+".join("-".join(kind.values()) for kind in k))
+def test_gpu_codes_and_copies_follow(kinds: list[dict[str, str]], deferred: bool) -> None:
+    run = lives((4, 16), 5 + deferred, deferred=deferred, device="cuda", sizes=[(4, 16), (3, 5)], kinds=kinds)
     assert run.done["step"] > 5 and run.done["flush"] > 0 and run.done["move"] > 0

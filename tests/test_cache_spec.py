@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from cache_runs import LOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replayssm_cute.cache
 from replayssm_cute import dtypes, ring
-from replayssm_cute.cache import CacheSpec, ReplayCache, slots_that_fit
+from replayssm_cute.cache import CacheSpec, ReplayCache, shapes, slots_that_fit
 from replayssm_cute.cache.layout import LayerTensors
 
 # layers, heads, head_dim, d_state, groups of released Mamba2 models
@@ -48,7 +49,6 @@ MODELS = {
     "Zamba2 7B": (81, 112, 64, 64, 2),
 }
 ODD = CacheSpec(layers=3, heads=15, head_dim=64, d_state=64, groups=3, tokens=3, window=8)
-CACHES = ("state", "x_cache", "B_cache", "dt_cache")
 
 
 def spec_of(model: str, **kwargs: Any) -> CacheSpec:
@@ -58,25 +58,29 @@ def spec_of(model: str, **kwargs: Any) -> CacheSpec:
 
 def storage_bytes(cache: ReplayCache) -> int:
     """Bytes of the distinct storages behind a cache's tensors."""
-    tensors = [getattr(layer, name) for layer in cache.layers for name in CACHES]
+    tensors = [t for layer in cache.layers for t in layer.named().values()]
     tensors += [cache.A, cache.ring_start, cache.pnat, cache.last_tokens]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def element_bytes(cache: ReplayCache) -> int:
     """Bytes of all elements of all tensors."""
-    tensors = [getattr(layer, name) for layer in cache.layers for name in CACHES]
+    tensors = [t for layer in cache.layers for t in layer.named().values()]
     return (
         sum(t.numel() * t.element_size() for t in (*tensors, cache.A, cache.ring_start, cache.pnat)) + cache.slots * 4
     )
 
 
 @pytest.mark.fault(26)
-@pytest.mark.parametrize("state,io", [("f32", "bf16"), ("bf16", "bf16"), ("f16", "f16")])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"state_dtype": "bf16"}, {"state_dtype": "f16", "io_dtype": "f16"}, *LOW],
+    ids=lambda k: "-".join(k.values()) or "f32",
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_planner_is_the_allocation(model: str, state: str, io: str) -> None:
+def test_the_planner_is_the_allocation(model: str, kind: dict[str, str]) -> None:
     """60 GiB hold exactly the slots that are planned: allocated, byte for byte, and not one slot more."""
-    spec = spec_of(model, state_dtype=state, io_dtype=io)
+    spec = spec_of(model, **kind)
     free = 60 * 2**30 + 12345
     slots = slots_that_fit(free, spec)
     cache = ReplayCache.allocate(spec, slots, "meta")
@@ -101,7 +105,11 @@ def test_the_planner_is_exact_for_several_groups(W: int, T: int, heads: int, lay
 
 
 @pytest.mark.parametrize("gap", [0, 16, 4096])
-@pytest.mark.parametrize("spec", [ODD, spec_of("Bamba 9B", tokens=32, window=64)], ids=["odd", "bamba-long"])
+@pytest.mark.parametrize(
+    "spec",
+    [ODD, spec_of("Bamba 9B", tokens=32, window=64), *(dataclasses.replace(ODD, **kind) for kind in LOW)],
+    ids=lambda s: s.problem().label(),
+)
 def test_the_planner_of_pages_is_the_pool(spec: CacheSpec, gap: int) -> None:
     """Pages of any stride, cursors and A beside them: byte for byte what is there, and not one page more."""
     stride, free = spec.page_bytes + gap, 2**30 + 77
@@ -127,11 +135,15 @@ def test_bytes_are_a_function_of_window_and_tokens() -> None:
     assert spec.bytes_per_slot() - dataclasses.replace(spec, window=15).bytes_per_slot() == 40 * row
 
 
-@pytest.mark.parametrize("spec", [ODD, spec_of("Mamba2 130M", tokens=1, window=1)], ids=["odd", "mamba2-130m"])
+@pytest.mark.parametrize(
+    "spec",
+    [ODD, spec_of("Mamba2 130M", tokens=1, window=1), *(dataclasses.replace(ODD, **kind) for kind in LOW)],
+    ids=lambda s: s.problem().label(),
+)
 def test_the_description_is_what_is_made(spec: CacheSpec) -> None:
     """Names, shapes, strides, dtypes, alignment and addresses of a real allocation; no two tensors share a byte."""
     cache = ReplayCache.allocate(spec, 3, "cpu")
-    made = {(i, n): getattr(layer, n) for i, layer in enumerate(cache.layers) for n in CACHES}
+    made = {(i, n): getattr(layer, n) for i, layer in enumerate(cache.layers) for n in layer.named()}
     made |= {(None, n): getattr(cache, n) for n in ("A", "ring_start", "pnat", "last_tokens")}
     described = spec.tensors(3)
     assert {(d.layer, d.name) for d in described} == set(made) and len(described) == len(made)
@@ -153,7 +165,8 @@ def test_the_step_takes_them_as_compact() -> None:
     from replayssm_cute import problem as problems
     from replayssm_cute.calls import random_call
 
-    for spec in (ODD, spec_of("Falcon-H1 0.5B", tokens=2, window=4, state_dtype="f16")):
+    low = [dataclasses.replace(ODD, **kind) for kind in LOW]
+    for spec in (ODD, spec_of("Falcon-H1 0.5B", tokens=2, window=4, state_dtype="f16"), *low):
         cache = ReplayCache.allocate(spec, 4, "cpu")
         call = random_call(spec.problem(), 2, slots=4)
         call = dataclasses.replace(call, **cache.step_args(spec.layers - 1))
@@ -201,6 +214,19 @@ def test_bad_plans_and_allocations_are_refused() -> None:
         ODD.pool_bytes(3, ODD.page_bytes - 16)
     with pytest.raises(TypeError, match="slot_stride: got float, expected an int, bytes"):
         ODD.pool_bytes(3, 1e6)  # type: ignore[arg-type]
+    for work, message in (
+        (lambda: slots_that_fit(1, None), "specs: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.allocate(None, 1, "cpu"), "spec: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.allocate(ODD, 1, "cpu", A=5), "A: got int, expected a tensor for each layer"),
+        (lambda: ReplayCache.from_pool(None, []), "spec: got NoneType, expected CacheSpec"),
+        (lambda: ReplayCache.from_pool(ODD, None), "pool: got NoneType, expected tensors of bytes"),
+        (
+            lambda: ReplayCache.allocate(ODD, 1, "cpu").prefill_handoff([0], None),
+            "states: got NoneType, expected tensors",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            work()  # type: ignore[no-untyped-call]
     assert slots_that_fit(0, ODD) == 0 == slots_that_fit(ODD.total_bytes(1) - 1, ODD)
 
 
@@ -212,5 +238,11 @@ def test_the_example_of_the_docstring_runs() -> None:
     exec(compile(code, "replayssm_cute.cache", "exec"), {})
 
 
-def test_layers_hold_the_four_caches() -> None:
-    assert tuple(f.name for f in dataclasses.fields(LayerTensors)) == CACHES == tuple(ODD.slot_shapes())
+def test_layers_hold_what_the_kernels_table_names() -> None:
+    assert tuple(f.name for f in dataclasses.fields(LayerTensors)) == shapes.TENSORS
+    assert (
+        tuple(ODD.slot_shapes()) == shapes.TENSORS[:4] == tuple(ReplayCache.allocate(ODD, 1, "cpu").layers[0].named())
+    )
+    for change in LOW:
+        spec = dataclasses.replace(ODD, **change)
+        assert set(ReplayCache.allocate(spec, 1, "cpu").layers[0].named()) == set(spec.slot_shapes())

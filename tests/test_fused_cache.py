@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_runs import LOW
 from fused_calls import layer, random_layer_call
 
 import replayssm_cute
@@ -129,10 +130,97 @@ def test_a_request_goes_on_in_a_cache_of_another_window(tokens: int, window: int
 
 def test_bytes_are_those_that_are_allocated() -> None:
     cache = made()
-    held = sum(t.nbytes for each in cache.cache.layers for t in (each.state, each.x_cache, each.B_cache, each.dt_cache))
+    held = sum(t.nbytes for each in cache.cache.layers for t in each.named().values())
     assert bytes_per_slot(SPEC) == (held + cache.conv.nbytes) // 6 + 12
     total = 6 * bytes_per_slot(SPEC) + SPEC.fixed_bytes()
     assert slots_that_fit(total, SPEC) == 6 and slots_that_fit(total - 1, SPEC) == 5 and slots_that_fit(0, SPEC) == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "message"),
+    [
+        (-1, ValueError, "free_bytes: got -1, expected at least 0"),
+        (2.0e9, TypeError, "free_bytes: got float, expected int"),
+        (True, TypeError, "free_bytes: got bool, expected int"),
+        (None, TypeError, "free_bytes: got NoneType, expected int"),
+    ],
+)
+def test_bad_numbers_of_bytes_are_refused(free: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        slots_that_fit(free, SPEC)
+    with pytest.raises(TypeError, match="spec: got NoneType, expected CacheSpec"):
+        slots_that_fit(10**9, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(1, 8), (1, 3), (2, 5), (2, 9), (3, 4), (4, 8)])
+@pytest.mark.parametrize("target_tokens", [1, 2, 3, 4])
+def test_folds_after_an_import_see_no_earlier_request(tokens: int, window: int, target_tokens: int) -> None:
+    """From a smaller T inputs before the oldest live rows are missing: every fold that is allowed still gets its own.
+
+    The slots' rings are full of NaN, of what was there before.
+    """
+    for live in range(window + 1):
+        source = made(dataclasses.replace(SPEC, tokens=tokens, window=window))
+        requests = Requests(source, live)
+        source.reset([4])
+        requests.seen[4] = []
+        while len(requests.seen[4]) < 2 * window or int(source.cache.pnat[4]) != live:
+            # A flush keeps so many that whole windows lead to the rows that are wanted.
+            flushes = int(source.cache.pnat[4]) + tokens > window
+            requests.step([4], [(live - 1) % tokens + 1 if flushes and live else 0 if flushes else tokens])
+        state = source.export_slots([4])
+        assert bool(torch.isfinite(state.inputs).all()), "not a row of what was in the ring before"
+        target = made(dataclasses.replace(SPEC, tokens=target_tokens, window=8))
+        target.import_slots([1], state)
+        assert bool(torch.isfinite(target.conv[:, 1]).all())
+        kept = int(target.cache.pnat[1])
+        folded = live - kept
+        assert folded <= max(0, min(3, target_tokens) - tokens, live - 8), "no more than has to be"
+        seen = [*[torch.zeros(CHANNELS, dtype=torch.bfloat16)] * 3, *requests.seen[4]]
+        for count in range(min(max(0, 3 - target_tokens), kept), kept + 1):
+            target.materialize([1], [2], [count])
+            cache = target.cache
+            found = conv_ring.history(target.conv, cache.ring_start, cache.pnat, torch.tensor([2]))
+            end = len(seen) - kept + count
+            for at in range(2):
+                assert torch.equal(found[at, 0], torch.stack(seen[end - 3 : end])), (live, count)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_an_export_tells_nothing_of_an_earlier_request(tokens: int) -> None:
+    """A new request beside one with many live rows: what its slot's ring held before is not among its inputs."""
+    cache = made(dataclasses.replace(SPEC, tokens=tokens))
+    requests = Requests(cache, 4)
+    cache.reset([1, 4])
+    requests.seen = {1: [], 4: []}
+    for _ in range(8 // tokens):
+        requests.step([4], [tokens])
+    state = cache.export_slots([1, 4])
+    assert state.logical.count.tolist() == [0, 8]
+    assert not bool(state.inputs[:, 0].any()) and bool(torch.isfinite(state.inputs).all())
+
+
+def test_a_state_with_few_inputs_is_folded_as_far_as_they_reach() -> None:
+    """Made by hand, with the last three inputs alone: only the newest point can go on."""
+    source = made()
+    requests = Requests(source, 3)
+    source.reset([4])
+    requests.seen[4] = []
+    for accepted in (4, 2, 3, 2):
+        requests.step([4], [accepted])
+    state = source.export_slots([4])
+    live = int(source.cache.pnat[4])
+    assert live > 3
+    for m, kept in ((3, 0), (4, 1), (live + 2, live - 1), (live + 3, live)):
+        target = made()
+        target.import_slots([0], LayerState(state.logical, state.inputs[..., -m:, :]))
+        assert int(target.cache.pnat[0]) == kept
+        assert bool(torch.isfinite(target.conv[:, 0]).all())
+    bare = LayerCache.allocate(SPEC, 1, "cpu")
+    before = bare.conv.clone()
+    with pytest.raises(RuntimeError, match="A of layer 0 was not given"):
+        bare.import_slots([0], LayerState(state.logical, state.inputs[..., -3:, :]))
+    assert torch.equal(bare.conv, before) and int(bare.cache.pnat[0]) == 0
 
 
 def test_bad_input_is_refused_by_name() -> None:
@@ -140,6 +228,7 @@ def test_bad_input_is_refused_by_name() -> None:
     cache.reset(range(6))
     inner = cache.cache
     state = cache.export_slots([1])
+    zeros = torch.zeros(2, 1, 3, CHANNELS, dtype=torch.bfloat16)
     short = made(dataclasses.replace(SPEC, tokens=1))
     short.reset(range(6))
     short.cache.pnat[2] = 5
@@ -147,7 +236,32 @@ def test_bad_input_is_refused_by_name() -> None:
         (lambda: LayerCache(inner, cache.conv[:1]), ValueError, "conv: got shape"),
         (lambda: LayerCache(inner, cache.conv.float()), TypeError, "conv: got torch.float32"),
         (lambda: LayerCache(inner, None), TypeError, "conv: got NoneType"),
-        (lambda: LayerCache(inner, cache.conv.mT.contiguous().mT), ValueError, "conv: got strides"),
+        (lambda: LayerCache(inner, cache.conv.mT.contiguous().mT), ValueError, "conv: got stride 12 on its last"),
+        (
+            lambda: LayerCache(inner, cache.conv[:1].expand(2, -1, -1, -1)),
+            ValueError,
+            "conv: got stride 0 on dimension 0, expected a positive one",
+        ),
+        (
+            lambda: LayerCache(inner, cache.conv[:, :1].expand(-1, 6, -1, -1)),
+            ValueError,
+            "conv: got stride 0 on dimension 1",
+        ),
+        (
+            lambda: LayerCache(inner, cache.conv.as_strided(cache.conv.shape, (8, 3072, 256, 1))),
+            ValueError,
+            r"conv: got strides \(8, 3072, 256, 1\) .* expected no overlapping elements",
+        ),
+        (lambda: LayerCache(None, cache.conv), TypeError, "cache: got NoneType, expected ReplayCache"),
+        (lambda: LayerCache.allocate(None, 2, "cpu"), TypeError, "spec: got NoneType, expected CacheSpec"),
+        *(
+            (
+                lambda kind=kind: LayerCache.allocate(dataclasses.replace(SPEC, **kind), 2, "cpu"),
+                NotImplementedError,
+                "spec: got .* states, expected f32, bf16 or f16 ones without a copy",
+            )
+            for kind in LOW
+        ),
         (
             lambda: LayerCache.allocate(dataclasses.replace(SPEC, tokens=1, window=2), 2, "cpu"),
             ValueError,
@@ -160,7 +274,48 @@ def test_bad_input_is_refused_by_name() -> None:
             ValueError,
             "inputs: got shape",
         ),
+        *(
+            (
+                lambda kind=kind: cache.prefill_handoff(
+                    [1], torch.zeros(2, 1, 2, 64, 64), torch.zeros(2, 1, 3, CHANNELS, dtype=kind)
+                ),
+                TypeError,
+                f"inputs: got {kind}, expected torch.bfloat16, the cache's input dtype",
+            )
+            for kind in (torch.float32, torch.float16, torch.int64, torch.bool)
+        ),
+        (
+            lambda: cache.prefill_handoff([1], torch.zeros(2, 1, 2, 64, 64, dtype=torch.int32), zeros),
+            TypeError,
+            "states: got torch.int32 for layer 0, expected a float tensor",
+        ),
+        (lambda: cache.prefill_handoff([1], None, zeros), TypeError, "states: got NoneType, expected tensors"),
+        (lambda: cache.prefill_handoff(None, None, zeros), TypeError, "slots: got NoneType"),
         (lambda: cache.materialize([1], [2, 3], [0]), ValueError, "dst_slots: got shape"),
+        (lambda: cache.materialize([6], [2], [0]), ValueError, r"src_slots: got 6 for row 0, expected 0\.\.5"),
+        (lambda: cache.materialize([1], [6], [0]), ValueError, r"dst_slots: got 6 for row 0, expected 0\.\.5"),
+        (lambda: cache.materialize([1, 2], [3, 3], [0, 0]), ValueError, "dst_slots: got slot 3 more than once"),
+        (lambda: cache.materialize(None, [3], [0]), TypeError, "src_slots: got NoneType"),
+        (lambda: cache.materialize([1], None, [0]), TypeError, "dst_slots: got NoneType"),
+        (lambda: cache.materialize([1], [3], None), TypeError, "count: got NoneType"),
+        (lambda: cache.copy([9], [3]), ValueError, "src_slots: got 9 for row 0"),
+        (lambda: cache.copy([1], [9]), ValueError, "dst_slots: got 9 for row 0"),
+        (lambda: cache.copy(None, [3]), TypeError, "src_slots: got NoneType"),
+        (lambda: cache.reset(None), TypeError, "slots: got NoneType"),
+        (lambda: cache.export_slots(None), TypeError, "slots: got NoneType"),
+        (lambda: cache.export_slots([9]), ValueError, "slots: got 9"),
+        (lambda: cache.import_slots(None, state), TypeError, "slots: got NoneType"),
+        (lambda: cache.import_slots([1], None), TypeError, "state: got NoneType, expected LayerState"),
+        (
+            lambda: cache.import_slots([1], LayerState(None, state.inputs)),
+            TypeError,
+            "state: got a logical state of NoneType, expected LogicalState",
+        ),
+        (
+            lambda: cache.import_slots([1], LayerState(state.logical, None)),
+            TypeError,
+            "state: got inputs of NoneType, expected a torch.Tensor",
+        ),
         (
             lambda: short.materialize([2], [3], [1]),
             ValueError,

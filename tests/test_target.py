@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ def test_names_ignore_case() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown target 'v100'; known: .*h200.*sm_100a"):
         target.named("v100")
+
+
+@pytest.mark.parametrize("name", [None, 90, b"h200"])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match=r"name: got (NoneType|int|bytes), expected the str of a target"):
+        target.named(name)
 
 
 def test_only_measured_limits_are_called_measured() -> None:

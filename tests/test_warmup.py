@@ -31,7 +31,8 @@ def warm(cpu_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def call(*args: Any, enable_pdl: bool = False, config: TileConfig | None = None, **k: Any) -> torch.Tensor:
         given = Call(*args, **k)
-        return plan.run(plan.kernel_args(given), given.dt_softplus, enable_pdl, config, given.max_seqlen)
+        options = given.philox_rounds, given.precision
+        return plan.run(plan.kernel_args(given), given.dt_softplus, enable_pdl, config, given.max_seqlen, options)
 
     monkeypatch.setattr(api, "checkpointing_ssu", call)
 

@@ -39,6 +39,9 @@ copies, backup and migration. One pair of cursors serves all layers.
     cache.materialize([1], [0], [1])  # slot 0: slot 1 as of its oldest live token, e.g. for a prefix cache
     assert cache.pnat[0] == 0
 
+`CacheSpec(..., state_dtype="i8")` (or "f8e4m3") keeps 8-bit states with a scale for each row, and `copy_dtype="bf16"`
+(or "f8e4m3", "i8") a read copy beside an f32 state: every operation takes scales and copies along.
+
 An engine that learns of acceptance only when the next step begins uses `begin_step` in place of `commit`.
 """
 

@@ -125,7 +125,7 @@ def moves(state_dtype: str, layers: int, batch: int, window: int, *, cuts: bool)
         print(f"  {what:44} {us:9.1f} us {rate:6.0f} GB/s {100 * rate / plain:4.0f}% of copy", flush=True)
 
     ops = cache._ops
-    assert isinstance(ops, Launches) and isinstance(ops._fold.shape, FoldShape)
+    assert isinstance(ops, Launches) and ops._fold is not None and isinstance(ops._fold.shape, FoldShape)
     geometry = ops._fold.shape.spec
 
     def materialized(count: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ _FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2^64 over the golden ratio
 def digest(layers: tuple[LayerTensors, ...], shared: Shared) -> str:
     """SHA-256 (hex) over a 64-bit hash of every tensor of every slot. Synchronizes; reads everything a few times."""
     total = hashlib.sha256()
-    tensors = [t for x in layers for t in (x.state, x.x_cache, x.B_cache, x.dt_cache)]
+    tensors = [t for x in layers for t in x.named().values()]
     for t in (*tensors, shared.ring_start, shared.pnat, shared.last_tokens):
         total.update(_slot_hashes(as_bits(t)).cpu().numpy().tobytes())
     return total.hexdigest()

@@ -14,7 +14,8 @@ from .. import calls, dtypes, packing
 from ..problem import Problem
 from .digest import digest
 from .replay_cache import ReplayCache
-from .torch_ops import as_bits
+from .shapes import ZERO_STATE
+from .stored import as_bits
 
 ROWS = 8  # live rows of a dummy step; more would prove nothing and have to be saved
 
@@ -97,7 +98,9 @@ class Exercise:
         for layer in range(self.cache.spec.layers):
             with self._restored(touched, [layer]):
                 self._run("reset", slots, zero_state=False)
-                self.cache.layers[layer].state[torch.tensor(touched, device=self.cache.device)] = 0
+                index = torch.tensor(touched, device=self.cache.device)
+                for name, t in self.cache.layers[layer].checkpoint().items():
+                    as_bits(t)[index] = ZERO_STATE[name]
                 for deferred in (False, True) if layer == 0 else (False,):
                     steps += self._steps(problem, layer, slots, accepted, inputs, deferred)
         return steps
@@ -147,7 +150,7 @@ class Exercise:
         cache, index = self.cache, torch.tensor(sorted(set(slots)), device=self.cache.device)
         tensors = [cache.ring_start, cache.pnat, cache.last_tokens]
         for each in (cache.layers[layer] for layer in layers):
-            tensors += [as_bits(t) for t in (each.state, each.x_cache, each.B_cache, each.dt_cache)]
+            tensors += [as_bits(t) for t in each.named().values()]
         saved = [t[index] for t in tensors]
         try:
             yield
@@ -157,7 +160,7 @@ class Exercise:
 
 
 def _inputs(problem: Problem, batch: int, device: torch.device) -> dict[str, Any]:
-    """A step's inputs by name, all zero."""
+    """A step's inputs and options by name, all tensors zero."""
     from .. import plan
 
     call = plan.scratch_call(problem, device)
@@ -179,4 +182,7 @@ def _inputs(problem: Problem, batch: int, device: torch.device) -> dict[str, Any
         "dt_softplus": call.dt_softplus,
         "cu_seqlens": packing.uniform(batch, problem.tokens, device) if problem.ragged else None,
         "max_seqlen": call.max_seqlen,
+        "rand_seed": call.rand_seed,
+        "philox_rounds": call.philox_rounds,
+        "precision": call.precision,
     }

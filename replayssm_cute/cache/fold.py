@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import stored
 from .layout import LayerTensors
 
 
@@ -30,7 +31,7 @@ def fold(
     Returns:
         (b, H, P, N) in `compute_dtype`.
     """
-    state = layer.state[slot].to(compute_dtype)
+    state = stored.decode(layer, slot, compute_dtype)
     ring_rows = layer.x_cache.shape[2]
     repeat = layer.x_cache.shape[1] // layer.B_cache.shape[1]
     rate = rate.to(compute_dtype)

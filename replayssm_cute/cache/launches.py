@@ -6,6 +6,8 @@ The torch operations of `cursors` and `ReplayCache` are what these kernels mean;
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -14,10 +16,14 @@ from .. import compiler, target
 from . import recipes
 from .layout import LayerTensors, Shared
 from .recipes import CacheRecipe
+from .shapes import TENSORS
 from .spec import CacheSpec
+from .torch_ops import TorchOps
 
 RECORD_WORDS = 8  # int32 of a planned move: see kernels.moves.Record
 MOST_ROWS = 65535  # of a batch whose rows are a dimension of the grid
+
+_log = logging.getLogger("replayssm_cute")
 
 # Kernels whose code is on a device. It gets there with the first launch, which a graph capture cannot hold.
 _touched: set[tuple[CacheRecipe, int]] = set()
@@ -27,7 +33,8 @@ class Launches:
     """Launches a cache's kernels; the arguments have been checked. No host sync; all of it can be captured.
 
     Attributes:
-        table: (layers, 8) int64, address of slot 0 and bytes from slot to slot of each of a layer's tensors.
+        table: (layers, 12) int64, addresses of slot 0 and bytes from slot to slot of a layer's tensors, in the order
+            of `shapes.TENSORS`; zeros for those that are not there.
     """
 
     def __init__(self, spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, pad_slot_id: int) -> None:
@@ -37,13 +44,18 @@ class Launches:
         self._cursors = (shared.ring_start, shared.pnat, shared.last_tokens)
         self._rates = shared.A
         self._kernels: dict[CacheRecipe, compiler.Kernel] = {}
-        self._fold, self._copy, self._reset = recipes.fold(spec), recipes.copy(spec), recipes.reset(spec)
-        tensors = [(t.state, t.x_cache, t.B_cache, t.dt_cache) for t in layers]
-        rows = [[*(t.data_ptr() for t in each), *(t.stride(0) * t.element_size() for t in each)] for each in tensors]
+        self._copy, self._reset = recipes.copy(spec), recipes.reset(spec)
+        self._fold = recipes.fold(spec) if spec.plain else None
+        self._by_torch = TorchOps(spec, layers, shared, pad_slot_id)
+        rows = []
+        for layer in layers:
+            tensors = [getattr(layer, name) for name in TENSORS]
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            rows.append([*addresses, *(0 if t is None else t.stride(0) * t.element_size() for t in tensors)])
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     def reset(self, slots: torch.Tensor, zero_state: bool) -> None:
-        """Empty rings and no open windows; with `zero_state` zeroed checkpoints too. One launch."""
+        """Empty rings and no open windows; with `zero_state` checkpoints of zero too. One launch."""
         if zero_state:
             _check_rows("slots", slots)
             self._launch(self._reset, self.table, *self._cursors, *_vector(slots), len(slots), self.pad_slot_id)
@@ -63,7 +75,14 @@ class Launches:
         self._advance(slots, accepted, None, deferred=1)
 
     def materialize(self, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> None:
-        """Fold live rows into other slots: a plan of the batch, then one launch for all layers."""
+        """Fold live rows into other slots: a plan of the batch, then one launch for all layers.
+
+        Where the state is not plain (see `CacheSpec.plain`), torch operations do it, layer by layer.
+        """
+        if self._fold is None:
+            _say_slow(self.spec)
+            self._by_torch.materialize(src, dst, count)
+            return
         records = self._plan(src, dst, count, whole=0)
         self._launch(self._fold, self.table, self._rates, records, len(src))
 
@@ -133,6 +152,20 @@ class Launches:
         self._kernels[recipe] = kernel
         _touched.add(name)
         return kernel
+
+
+@functools.cache
+def _say(kinds: str) -> None:
+    _log.warning(
+        "materialize of %s states runs as torch operations, layer by layer, which takes longer than the kernel that "
+        "f32, bf16 and f16 states have",
+        kinds,
+    )
+
+
+def _say_slow(spec: CacheSpec) -> None:
+    """Say once a process and kind of state that no kernel folds it."""
+    _say(spec.problem().kinds)
 
 
 def _check_rows(name: str, slots: torch.Tensor) -> None:

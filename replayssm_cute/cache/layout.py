@@ -8,18 +8,29 @@ from dataclasses import dataclass
 import torch
 
 from ..problem import ROW_ALIGN
+from .shapes import TENSORS, ZERO_STATE
 from .spec import CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One layer's caches: state (slots, H, P, N), x_cache (slots, H, R, P), B_cache (slots, G, R, N), dt_cache
-    (slots, H, R)."""
+    (slots, H, R); where the spec has them state_copy (slots, H, P, N) and state_scale (slots, H, P)."""
 
     state: torch.Tensor
     x_cache: torch.Tensor
     B_cache: torch.Tensor
     dt_cache: torch.Tensor
+    state_copy: torch.Tensor | None = None
+    state_scale: torch.Tensor | None = None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        return {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """Those that hold the checkpoint: state, and its copy and scales where they are there."""
+        return {name: t for name, t in self.named().items() if name in ZERO_STATE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""LogicalState: what slots hold, free of window, ring phase and device, in a form that can be stored and sent."""
+"""LogicalState: what slots hold, free of window, ring phase and device, in a form that can be stored and sent.
+
+It holds values: of an 8-bit state those that codes and scales stand for, in f32, and of an f32 state with a read copy
+the state alone.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,10 @@ class LogicalState:
     """The logical states of n slots over L layers: checkpoints and live rows, as plain contiguous CPU tensors.
 
     Attributes:
-        spec: the cache it came from. Geometry must be the same where it is imported; state_dtype, T and W need not.
+        spec: the cache it came from, with "f32" for an 8-bit state_dtype and without a copy_dtype. Geometry must be the
+            same where it is imported; state_dtype, copy_dtype, T and W need not.
         count: (n,) int32, live rows of each slot, 0..W.
-        state: (L, n, H, P, N) checkpoints, state_dtype.
+        state: (L, n, H, P, N) checkpoints, state_dtype: "f32", "bf16" or "f16".
         x: (L, n, H, m, P) live rows of x, the oldest first, zero beyond a slot's count; io_dtype. m = max of count.
         B: (L, n, G, m, N), io_dtype.
         dt: (L, n, H, m) processed dt, f32.
@@ -73,6 +78,11 @@ class LogicalState:
             if t.device.type != "cpu" or t.layout != torch.strided:
                 raise ValueError(f"logical state: {name}: got a {t.layout} tensor on {t.device}, expected a CPU tensor")
         s = self.spec
+        if s.state_dtype in dtypes.EIGHT_BIT:
+            raise ValueError(
+                f"logical state: state_dtype: got {s.state_dtype!r}, expected 'f32', 'bf16' or 'f16': it holds values, "
+                f"and codes mean nothing without their scales"
+            )
         if self.count.dtype != torch.int32 or self.count.dim() != 1:
             raise ValueError(
                 f"logical state: count: got {self.count.dtype} of shape {tuple(self.count.shape)}, expected (n,) int32"

@@ -1,10 +1,13 @@
-"""Logical states out of a cache and into one of another window, ring phase or state dtype. Host operations."""
+"""Logical states out of a cache and into one of another window, ring phase or kind of state. Host operations."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from .. import dtypes
+from . import stored
 from .fold import fold
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
@@ -24,10 +27,12 @@ def export(spec: CacheSpec, layers: tuple[LayerTensors, ...], shared: Shared, sl
         picked = cache[slot[:, None], :, row].transpose(1, 2).cpu()  # (n, H or G, m, ...)
         return torch.where(live if picked.dim() == 3 else live[..., None], picked, 0)
 
+    # Codes become the values that they stand for; what is read beside an f32 state is made anew on import.
+    kind = "f32" if spec.state_dtype in dtypes.EIGHT_BIT else spec.state_dtype
     return LogicalState(
-        spec,
+        dataclasses.replace(spec, state_dtype=kind, copy_dtype=None),
         count,
-        torch.stack([layer.state[slot].cpu() for layer in layers]),
+        torch.stack([stored.decode(layer, slot, dtypes.TORCH[kind]).cpu() for layer in layers]),
         torch.stack([rows(layer.x_cache) for layer in layers]),
         torch.stack([rows(layer.B_cache) for layer in layers]),
         torch.stack([rows(layer.dt_cache) for layer in layers]),
@@ -55,12 +60,17 @@ def enter(
     shared: Shared,
     slot: torch.Tensor,
     logical: LogicalState,
+    folded: torch.Tensor,
 ) -> None:
-    """Write checked logical states into `slot`, (n,) int64 on the cache's device."""
+    """Write checked logical states into slots, the oldest rows of each folded into its checkpoint.
+
+    Args:
+        slot: (n,) int64 on the cache's device.
+        folded: (n,) int64, how many rows; at least the `surplus`.
+    """
     n, most = len(logical), logical.x.shape[3]
     if n == 0:
         return
-    folded = surplus(spec, logical)
     kept = logical.count.long() - folded
     rates = shared.A.cpu()
     zero, each = torch.zeros(n, dtype=torch.int64), torch.arange(n)
@@ -68,11 +78,12 @@ def enter(
     row = (folded[:, None] + torch.arange(min(most, spec.window))).clamp(max=max(most - 1, 0))
     for i, layer in enumerate(layers):
         source = LayerTensors(*(t[i].detach() for t in (logical.state, logical.x, logical.B, logical.dt)))
-        state = source.state.to(dtypes.TORCH[spec.state_dtype])
+        state = source.state
         if int(folded.max()):
             # In float64 and rounded once, so that moving a state costs no more than the flush that it anticipates.
-            state = fold(source, rates[i], each, zero, folded, int(folded.max()), torch.float64).to(state.dtype)
-        layer.state[slot] = state.to(slot.device)
+            state = fold(source, rates[i], each, zero, folded, int(folded.max()), torch.float64)
+        for name, made in stored.encode(spec, state).items():
+            stored.as_bits(getattr(layer, name))[slot] = stored.as_bits(made).to(slot.device)
         for cache, rows in ((layer.x_cache, source.x_cache), (layer.B_cache, source.B_cache),
                             (layer.dt_cache, source.dt_cache)):  # fmt: skip
             moved = rows[each[:, None], :, row].transpose(1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import fingerprint
 from ..target import Target
-from .shapes import BytesShape, FoldShape
+from .shapes import ZERO_STATE, BytesShape, FoldShape
 from .spec import CacheSpec
 
 _CURSORS, _PLAN = "cursors", "move plan"
@@ -81,7 +81,7 @@ CURSORS, MOVE_PLAN = CacheRecipe(_CURSORS), CacheRecipe(_PLAN)
 
 
 def fold(spec: CacheSpec) -> CacheRecipe:
-    """Materialize."""
+    """Materialize, of a plain spec (see `CacheSpec.plain`)."""
     return CacheRecipe("fold", FoldShape.of(dataclasses.replace(spec, layers=1)))
 
 
@@ -91,10 +91,10 @@ def copy(spec: CacheSpec) -> CacheRecipe:
 
 
 def reset(spec: CacheSpec) -> CacheRecipe:
-    """Zeroed checkpoints."""
-    return CacheRecipe("reset", BytesShape.of(spec, "state"))
+    """Checkpoints of zero."""
+    return CacheRecipe("reset", BytesShape.of(spec, *ZERO_STATE))
 
 
 def all_of(spec: CacheSpec) -> tuple[CacheRecipe, ...]:
-    """Every kernel that a cache may launch."""
-    return CURSORS, MOVE_PLAN, fold(spec), copy(spec), reset(spec)
+    """Every kernel that a cache may launch; those that are not plain fold by torch operations."""
+    return CURSORS, MOVE_PLAN, *((fold(spec),) if spec.plain else ()), copy(spec), reset(spec)

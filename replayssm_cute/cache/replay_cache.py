@@ -12,8 +12,9 @@ from . import layout, migrate
 from .layout import LayerTensors, Shared
 from .logical import LogicalState
 from .rows import Slots, as_counts, as_slots, check_range, check_settled, check_slots, rows_of, values_checked
-from .spec import CacheSpec
-from .torch_ops import TorchOps, as_bits
+from .spec import CacheSpec, check_spec
+from .stored import as_bits, encode
+from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
     from .launches import Launches
@@ -31,8 +32,13 @@ class ReplayCache:
     sync, with cursors and caches at fixed addresses, so that they can be captured in a CUDA graph (temporaries then
     come from the graph's own memory). On a GPU the first six are kernels: one launch for the batch, whatever the
     number of layers, and a second, small one before a materialize or copy. They are compiled at their first use, which
-    must not be a capture: see `prepare`. Elsewhere, and for prefill_handoff, they are torch operations. export_slots,
-    import_slots and set_decay are host operations.
+    must not be a capture: see `prepare`. Elsewhere, for prefill_handoff, and for materialize of 8-bit states and of
+    states with a read copy, they are torch operations. export_slots, import_slots and set_decay are host operations.
+
+    A slot's checkpoint is its state, and where the spec says so the f32 scales of an 8-bit state's rows, or a read copy
+    beside an f32 state (and the scales of an 8-bit one). All of it is reset, copied, restored and made anew together;
+    states that enter are rounded to nearest by `replayssm_cute.rounding.encode`. A step that rounds stochastically
+    takes its `rand_seed` beside `step_args`.
 
     Two ways to commit, per slot one at a time: `commit` after sampling; or `begin_step` before each step, which
     commits the window before (its length is kept per slot until then: the window is *open*). Between a step and its
@@ -98,9 +104,8 @@ class ReplayCache:
 
         Raises:
             ValueError, TypeError: for bad arguments.
-            NotImplementedError: for 8-bit states and read copies, which specs plan and the operations do not know yet.
         """
-        _served(spec)
+        check_spec("spec", spec)
         layers, shared = layout.allocate(spec, slots, torch.device(device))
         return cls(spec, layers, shared, pad_slot_id)._with(A)
 
@@ -122,8 +127,9 @@ class ReplayCache:
             spec: what a slot of a layer holds.
             pool: for each layer, (slots, bytes) uint8 or int8 with stride 1 on bytes and any slot stride that is a
                 multiple of 16; or one (layers, slots, bytes) tensor. A slot's tensors start at multiples of 16 bytes.
-            offsets: bytes from the start of a slot to "state", "x_cache", "B_cache" and "dt_cache", multiples of 16;
-                default packed in this order (`spec.page_offsets()`, `spec.page_bytes` in all).
+            offsets: bytes from the start of a slot to each of its tensors, `spec.slot_shapes()`: "state", "x_cache",
+                "B_cache", "dt_cache", and where there are such "state_copy" and "state_scale"; multiples of 16. Default
+                packed in the order of `slot_shapes` (`spec.page_offsets()`, `spec.page_bytes` in all).
             A, pad_slot_id: as in `allocate`.
 
         Raises:
@@ -131,13 +137,17 @@ class ReplayCache:
             ValueError: a number of layers or slots, rank, device, stride, alignment, offset or size that does not
                 fit, or layers that share bytes; naming the page, what came and what was expected.
         """
-        _served(spec)
+        check_spec("spec", spec)
+        if not isinstance(pool, (torch.Tensor, Sequence)):
+            raise TypeError(f"pool: got {type(pool).__name__}, expected tensors of bytes")
         layers = layout.from_pool(spec, pool, offsets)
         state = layers[0].state
         return cls(spec, layers, layout.shared(spec, state.shape[0], state.device), pad_slot_id)._with(A)
 
     def _with(self, A: Sequence[torch.Tensor] | None) -> ReplayCache:
         if A is not None:
+            if not isinstance(A, (torch.Tensor, Sequence)):
+                raise TypeError(f"A: got {type(A).__name__}, expected a tensor for each layer")
             if len(A) != self.spec.layers:
                 raise ValueError(f"A: got {len(A)} layers, expected {self.spec.layers}")
             for layer, each in enumerate(A):
@@ -197,7 +207,9 @@ class ReplayCache:
     # -----------------------------------------------------------------------------------------------
 
     def step_args(self, layer: int) -> dict[str, torch.Tensor]:
-        """The first six arguments of `checkpointing_ssu` for a layer, by name; its T is `spec.tokens`.
+        """The arguments of `checkpointing_ssu` that the cache holds, for a layer, by name; its T is `spec.tokens`.
+
+        The first six, and state_scale and state_copy where there are such.
 
         Raises:
             IndexError: for a layer that is not there.
@@ -210,6 +222,7 @@ class ReplayCache:
             "dt_cache": t.dt_cache,
             "ring_start": self.ring_start,
             "prev_num_accepted_tokens": self.pnat,
+            **{name: each for name, each in t.checkpoint().items() if name != "state"},
         }
 
     def commit(self, slots: Slots, num_accepted: Slots, query_lens: Slots | None = None) -> None:
@@ -288,11 +301,14 @@ class ReplayCache:
         every source were read before anything is written: sources may be destinations, in any permutation, and one
         source may serve several destinations. Sources that are no destinations do not change. Where a source is its
         own destination, its rows beyond `count` are given up. Sources have no open window (`settle`); one is refused
-        where values are checked, elsewhere undefined. Count 0 copies the checkpoint bit for bit. Arithmetic is f32,
-        rounded once to the state's dtype. Graph-safe.
+        where values are checked, elsewhere undefined. Count 0 copies the checkpoint bit for bit, codes, scales and read
+        copies as they are. Arithmetic is f32, rounded once to the state's dtype, to nearest; scales and read copies are
+        made anew. Graph-safe.
 
         On a GPU rows whose source is another row's destination go one after the other, so that a batch of them takes
-        longer; a cycle among them is no obstacle. On the CPU temporaries take a few times the states of one layer.
+        longer; a cycle among them is no obstacle. 8-bit states and states with a read copy have no kernel for it: torch
+        operations do the same there, a few for each row of W and layer, which takes longer, and the log says so once.
+        Where torch operations do it, temporaries take a few times the batch's states of one layer, in f32.
 
         Args:
             src_slots, dst_slots: (b,) slots; a row is padding if either is.
@@ -311,7 +327,8 @@ class ReplayCache:
             self._ops.materialize(src, dst, wanted)
 
     def copy(self, src_slots: Slots, dst_slots: Slots) -> None:
-        """Copy whole slots bit for bit: checkpoint, ring with its phase, cursors and open window. Graph-safe.
+        """Copy whole slots bit for bit: checkpoint (scales and read copy too), ring with its phase, cursors and open
+        window. Graph-safe.
 
         As if every source were read before anything is written (see `materialize`).
 
@@ -332,8 +349,8 @@ class ReplayCache:
 
         Args:
             slots: (b,) slots.
-            states: (b, H, P, N) of any float dtype for each layer, rounded to the state's; a sequence, or one
-                (layers, b, H, P, N) tensor.
+            states: (b, H, P, N) of any float dtype for each layer, rounded to the state's, as 8-bit codes with new
+                scales, and to a read copy, by `rounding.encode`; a sequence, or one (layers, b, H, P, N) tensor.
             layer: hand over this layer alone; `states` is then its (b, H, P, N). Call it for every layer.
 
         Raises:
@@ -341,6 +358,8 @@ class ReplayCache:
         """
         slots = self._written(slots)
         indices = range(self.spec.layers) if layer is None else [self._layer(layer)]
+        if not isinstance(states, (torch.Tensor, Sequence)):
+            raise TypeError(f"states: got {type(states).__name__}, expected tensors")
         given: list[torch.Tensor] = [states] if layer is not None else list(states)  # type: ignore[list-item]
         if len(given) != len(indices):
             raise ValueError(f"states: got {len(given)} layers, expected {len(indices)}")
@@ -359,9 +378,9 @@ class ReplayCache:
         rows = rows_of(self.pad_slot_id, slots)
         slot = rows.slots(slots)
         for i, each in zip(indices, given, strict=True):
-            state = as_bits(self.layers[i].state)
-            entering = as_bits(each[rows.index].to(self.layers[i].state.dtype))
-            state.index_copy_(0, slot, torch.where(rows.any_live, entering, state[slot]))
+            for name, entering in encode(self.spec, each.detach()[rows.index]).items():
+                bits = as_bits(getattr(self.layers[i], name))
+                bits.index_copy_(0, slot, torch.where(rows.any_live, as_bits(entering), bits[slot]))
         self._ops.reset(slots, False)
 
     # -----------------------------------------------------------------------------------------------
@@ -370,6 +389,8 @@ class ReplayCache:
 
     def export_slots(self, slots: Slots) -> LogicalState:
         """The logical states of slots as CPU tensors. Synchronizes; the cache is unchanged.
+
+        They hold values: 8-bit states as the f32 values that codes and scales stand for.
 
         Args:
             slots: (n,) slots, no padding.
@@ -385,10 +406,12 @@ class ReplayCache:
     def import_slots(self, slots: Slots, state: LogicalState) -> None:
         """Put exported logical states into slots. Synchronizes.
 
-        The state may come from another W, T, ring phase or state dtype. Live rows beyond this cache's W are folded
+        The state may come from another W, T, ring phase or kind of state. Live rows beyond this cache's W are folded
         into the checkpoint, the oldest ones, exactly so many that the rest fits, in float64 and rounded once; rows that
-        stay, and checkpoints that need neither fold nor rounding, keep their values exactly. Afterwards rings start
-        at 0 and no window is open.
+        stay, and checkpoints that need neither fold nor rounding, keep their values exactly. 8-bit states and read
+        copies are made anew by `rounding.encode`, to nearest: codes that were rounded to nearest come back the same,
+        with scales within a unit in the last place, while those of stochastic rounding may be rounded once more.
+        Afterwards rings start at 0 and no window is open.
 
         Args:
             slots: (n,) distinct slots, no padding, one for each slot of `state`.
@@ -399,6 +422,10 @@ class ReplayCache:
             TypeError: a wrong type or dtype.
             RuntimeError: rows must be folded and a layer's A was not given (`set_decay`); nothing is written.
         """
+        self._import(slots, state)
+
+    def _import(self, slots: Slots, state: LogicalState, at_least: torch.Tensor | None = None) -> None:
+        """`import_slots`, with at least so many of the oldest rows folded, (n,) int64 within 0..count."""
         if not isinstance(state, LogicalState):
             raise TypeError(f"state: got {type(state).__name__}, expected LogicalState")
         state.check()
@@ -406,9 +433,11 @@ class ReplayCache:
             raise ValueError(why)
         slots = as_slots("slots", slots, self.device, len(state))
         check_slots("slots", slots, self.slots, torch.ones_like(slots, dtype=torch.bool))
-        if bool(migrate.surplus(self.spec, state).any()):
+        folded = migrate.surplus(self.spec, state)
+        folded = folded if at_least is None else torch.maximum(folded, at_least)
+        if bool(folded.any()):
             self._need_decays()
-        migrate.enter(self.spec, self.layers, self._shared, slots.long(), state)
+        migrate.enter(self.spec, self.layers, self._shared, slots.long(), state, folded)
 
     # -----------------------------------------------------------------------------------------------
     # Checks
@@ -452,10 +481,3 @@ class ReplayCache:
         if values_checked(self.device):
             check_range("query_lens", lens, 0, self.spec.tokens, self._live(slots))
         return lens
-
-
-def _served(spec: CacheSpec) -> None:
-    if spec.problem().scaled or spec.copy_dtype is not None:
-        raise NotImplementedError(
-            f"spec: a cache of {spec.problem().kinds} states is not served yet: allocate spec.tensors(slots) yourself"
-        )

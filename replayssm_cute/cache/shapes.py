@@ -14,6 +14,10 @@ GROUP, STEP = 8, 16  # rows of P and of the ring that one matrix product takes
 # Bytes of shared memory: of a CTA, on every target; of a multiprocessor of sm_90 and sm_100, where each CTA takes 1 KiB
 # more for the driver.
 OF_A_CTA, OF_ALL_CTAS = 99 * 1024, 228 * 1024
+# What a layer's slot may consist of, in the order of the kernels' table of addresses.
+TENSORS = ("state", "x_cache", "B_cache", "dt_cache", "state_copy", "state_scale")
+# The words that stand for a logical state of zero, as `rounding.encode` gives them: a row of zeros has the scale 1.
+ZERO_STATE = {"state": 0, "state_copy": 0, "state_scale": 0x3F800000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +143,12 @@ class Part:
     """One tensor of a layer's slot, as bytes that are moved.
 
     Attributes:
-        tensor: its place in `kernels.layers.TENSORS`.
+        tensor: its place in `TENSORS`.
         nbytes: of one slot.
         unit: bytes of an access, 16 where addresses and size allow it, else 4.
         first: number of its first piece among the layer's.
         pieces: CTAs that it takes, the last of which may be partly used.
+        zero: the 32-bit word that a reset fills it with.
     """
 
     tensor: int
@@ -151,6 +156,7 @@ class Part:
     unit: int
     first: int
     pieces: int
+    zero: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +180,7 @@ class BytesShape:
     ) -> BytesShape:
         """The shape for the named tensors of a cache's slots."""
         parts, first = [], 0
-        for place, (name, (shape, dtype)) in enumerate(spec.slot_shapes().items()):
+        for name, (shape, dtype) in spec.slot_shapes().items():
             if name not in tensors:
                 continue
             nbytes = math.prod(shape) * dtypes.BYTES[dtype]
@@ -182,7 +188,7 @@ class BytesShape:
             # where their size is one.
             unit = 16 if nbytes % 16 == 0 else 4
             pieces = -(-nbytes // (threads * accesses * unit))
-            parts.append(Part(place, nbytes, unit, first, pieces))
+            parts.append(Part(TENSORS.index(name), nbytes, unit, first, pieces, ZERO_STATE.get(name, 0)))
             first += pieces
         return cls(tuple(parts), threads, accesses, ctas_per_sm)
 

@@ -24,8 +24,8 @@ class TensorSpec:
     """One tensor of a cache group.
 
     Attributes:
-        name: "state", "state_copy", "x_cache", "B_cache", "state_scale", "dt_cache", "A", "ring_start", "pnat" or
-            "last_tokens".
+        name: "state", "state_copy" (the read copy beside an f32 state), "x_cache", "B_cache", "state_scale" (of 8-bit
+            states or copies), "dt_cache", "A", "ring_start", "pnat" or "last_tokens".
         layer: the layer, None for a tensor that all layers share.
         shape, stride: in elements.
         dtype: short name, see `replayssm_cute.dtypes`.
@@ -93,6 +93,11 @@ class CacheSpec:
     def geometry(self) -> dict[str, Any]:
         """The fields that a Problem has as well (all but layers)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "layers"}
+
+    @property
+    def plain(self) -> bool:
+        """Whether the state is of floats alone: no 8-bit codes with scales, no read copy."""
+        return self.copy_dtype is None and not self.problem().scaled
 
     @property
     def ring_rows(self) -> int:
@@ -241,20 +246,41 @@ def slots_that_fit(free_bytes: int, *specs: CacheSpec, slot_stride: int | None =
     Raises:
         ValueError: without any spec, if `free_bytes` is negative, or for a `slot_stride` that is no multiple of 16 or
             less than a spec's `page_bytes`.
-        TypeError: if `free_bytes` or `slot_stride` is no int.
+        TypeError: if `free_bytes` or `slot_stride` is no int, or a spec no CacheSpec.
     """
     if not specs:
         raise ValueError("specs: got none, expected at least one CacheSpec")
-    if not isinstance(free_bytes, int) or isinstance(free_bytes, bool):
-        raise TypeError(f"free_bytes: got {type(free_bytes).__name__}, expected int")
-    if free_bytes < 0:
-        raise ValueError(f"free_bytes: got {free_bytes}, expected at least 0")
+    for spec in specs:
+        check_spec("specs", spec)
+    check_free_bytes(free_bytes)
     rest = free_bytes - sum(spec.fixed_bytes() for spec in specs)
     if slot_stride is None:
         each = sum(spec.bytes_per_slot() for spec in specs)
     else:
         each = sum(spec.pool_bytes_per_slot(slot_stride) for spec in specs)
     return max(0, rest // each)
+
+
+def check_spec(name: str, spec: object) -> None:
+    """Refuse what is no CacheSpec.
+
+    Raises:
+        TypeError: naming it.
+    """
+    if not isinstance(spec, CacheSpec):
+        raise TypeError(f"{name}: got {type(spec).__name__}, expected CacheSpec")
+
+
+def check_free_bytes(free_bytes: object) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        TypeError, ValueError: naming what came.
+    """
+    if not isinstance(free_bytes, int) or isinstance(free_bytes, bool):
+        raise TypeError(f"free_bytes: got {type(free_bytes).__name__}, expected int")
+    if free_bytes < 0:
+        raise ValueError(f"free_bytes: got {free_bytes}, expected at least 0")
 
 
 def _alignment(name: str) -> int:

@@ -8,14 +8,9 @@ from . import cursors
 from .fold import fold
 from .layout import LayerTensors, Shared
 from .rows import Rows, rows_of
+from .shapes import ZERO_STATE
 from .spec import CacheSpec
-
-_BITS = {2: torch.int16, 4: torch.int32}
-
-
-def as_bits(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: a copy of a NaN as a float need not keep its payload."""
-    return t.view(_BITS[t.element_size()])
+from .stored import as_bits, encode
 
 
 class TorchOps:
@@ -26,15 +21,17 @@ class TorchOps:
         self.layers = layers
         self.shared = shared
         self.pad_slot_id = pad_slot_id
-        self._bits = [tuple(as_bits(t) for t in (x.state, x.x_cache, x.B_cache, x.dt_cache)) for x in layers]
+        self._bits = [{name: as_bits(t) for name, t in layer.named().items()} for layer in layers]
 
     def reset(self, slots: torch.Tensor, zero_state: bool) -> None:
         """Empty rings and no open windows; with `zero_state` zeroed checkpoints too."""
         rows, slot = self._rows(slots)
         cursors.clear(self.shared, rows, slot)
         if zero_state:
-            for state, *_ in self._bits:
-                state.index_copy_(0, slot, torch.where(rows.any_live, 0, state[slot]))
+            for bits in self._bits:
+                for name in bits.keys() & ZERO_STATE:
+                    old = bits[name][slot]
+                    bits[name].index_copy_(0, slot, torch.where(rows.any_live, ZERO_STATE[name], old))
 
     def commit(self, slots: torch.Tensor, accepted: torch.Tensor, lens: torch.Tensor | None) -> None:
         """Commit windows of T or `lens` tokens."""
@@ -56,23 +53,27 @@ class TorchOps:
         cursors.track(self.shared, rows, slot, 0)
 
     def materialize(self, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> None:
-        """Fold live rows into other slots, in f32, rounded once. Temporaries: a few times the batch's states."""
+        """Fold live rows into other slots, in f32, rounded once; scales and read copies are made anew.
+
+        Where nothing is folded, bits are copied. Temporaries: a few times the batch's states of one layer, in f32.
+        """
         rows, src, dst = self._pair(src, dst)
         start, live = self.shared.ring_start[src], self.shared.pnat[src]
         wanted = torch.minimum(count[rows.index].clamp(min=0), live.to(count.dtype)).to(live.dtype)
         folds = torch.where(rows.any_live, wanted, 0)
         for i, layer in enumerate(self.layers):
-            state = self._bits[i][0]
-            folded = fold(layer, self.shared.A[i], src, start, folds, self.spec.window).to(layer.state.dtype)
-            exact = (folds == 0)[:, None, None, None]
-            state.index_copy_(0, dst, torch.where(exact, state[src], folded.view(state.dtype)))
+            folded = fold(layer, self.shared.A[i], src, start, folds, self.spec.window)
+            for name, made in encode(self.spec, folded).items():
+                bits = self._bits[i][name]
+                exact = (folds == 0).view(-1, *(1 for _ in made.shape[1:]))
+                bits.index_copy_(0, dst, torch.where(exact, bits[src], as_bits(made)))
         cursors.clear(self.shared, rows, dst)
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole slots. A batch without live rows copies slot 0 to itself."""
         _, src, dst = self._pair(src, dst)
         shared = (self.shared.ring_start, self.shared.pnat, self.shared.last_tokens)
-        for t in (*(t for layer in self._bits for t in layer), *shared):
+        for t in (*(t for layer in self._bits for t in layer.values()), *shared):
             t.index_copy_(0, dst, t[src])
 
     def prepare(self) -> None:

@@ -54,11 +54,11 @@ def decode_step(
             x_cache and B_cache hold x and B as they come out of the conv; `ReplayCache.step_args` gives them.
         conv_cache: (slots, R, channels), projected's dtype: ring of the conv's raw inputs, under the same cursors; see
             `fused.conv_ring`. The three rows before a request's first token are zeros.
-        conv_weight: (channels, 4), any float dtype, contiguous; the last tap is the newest token's.
-        conv_bias: (channels,) any float dtype, or None.
+        conv_weight: (channels, 4), f32, bf16 or f16, contiguous; the last tap is the newest token's.
+        conv_bias: (channels,) f32, bf16 or f16, or None.
         A: (H,) f32, bf16 or f16; negative values.
-        D, dt_bias: (H,) any float dtype, or None.
-        norm_weight: (d_inner,) any float dtype.
+        D, dt_bias: (H,) f32, bf16 or f16 each, or None.
+        norm_weight: (d_inner,) f32, bf16 or f16.
         out: (b, T, d_inner), projected's dtype; written. Rows aligned to 16 bytes.
         state_batch_indices: (b,) int32 or int64 slots; None means row i uses slot i. Live slots are distinct.
         pad_slot_id: rows with this slot, or a negative one, are padding: output zero, caches untouched.

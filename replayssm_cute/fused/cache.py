@@ -10,7 +10,8 @@ import torch
 from .. import checks, dtypes, ring
 from ..cache import CacheSpec, LogicalState, ReplayCache
 from ..cache.rows import Slots, as_counts, as_slots, rows_of, values_checked
-from ..problem import ROW_ALIGN
+from ..cache.spec import check_free_bytes, check_spec
+from ..problem import ROW_ALIGN, _distinct, _rows
 from . import conv_ring
 from .problem import HISTORY
 
@@ -22,7 +23,8 @@ class LayerState:
     Attributes:
         logical: checkpoints and live rows.
         inputs: (layers, n, m, channels) on the CPU: the last raw inputs of the convs up to the last live row, oldest
-            first; m >= 3.
+            first; m >= 3. Those before the three that the conv needs at the oldest live row are zeros, and with T of 1
+            or 2 those of its three that a step may have written over.
     """
 
     logical: LogicalState
@@ -43,7 +45,10 @@ class LayerCache:
     """
 
     def __init__(self, cache: ReplayCache, conv: torch.Tensor) -> None:
+        if not isinstance(cache, ReplayCache):
+            raise TypeError(f"cache: got {type(cache).__name__}, expected ReplayCache")
         spec = cache.spec
+        _check_served(spec)
         shape = (spec.layers, cache.slots, ring.ring_rows(spec.window, spec.tokens), channels_of(spec))
         if not isinstance(conv, torch.Tensor):
             raise TypeError(f"conv: got {type(conv).__name__}, expected a torch.Tensor")
@@ -54,13 +59,8 @@ class LayerCache:
             )
         if conv.dtype != dtypes.TORCH[spec.io_dtype]:
             raise TypeError(f"conv: got {conv.dtype}, expected {dtypes.TORCH[spec.io_dtype]}, the cache's input dtype")
-        size = conv.element_size()
-        if conv.stride(-1) != 1 or any(s * size % ROW_ALIGN for s in (*conv.stride()[:-1], conv.data_ptr() // size)):
-            raise ValueError(
-                f"conv: got strides {conv.stride()}, expected contiguous rows aligned to {ROW_ALIGN} bytes"
-            )
-        if spec.window < HISTORY:
-            raise ValueError(f"window: got W = {spec.window}, expected at least {HISTORY}, which the conv needs")
+        _rows("conv", conv, ROW_ALIGN)
+        _distinct("conv", conv)
         self.cache, self.conv = cache, conv
 
     @classmethod
@@ -73,7 +73,13 @@ class LayerCache:
         A: Sequence[torch.Tensor] | None = None,
         pad_slot_id: int = -1,
     ) -> LayerCache:
-        """A zeroed cache; arguments as in `ReplayCache.allocate`. A slot takes `bytes_per_slot(spec)` bytes."""
+        """A zeroed cache; arguments as in `ReplayCache.allocate`. A slot takes `bytes_per_slot(spec)` bytes.
+
+        Raises:
+            ValueError, TypeError: for bad arguments, or W < 3.
+            NotImplementedError: for 8-bit states and read copies, which `decode_step` does not serve.
+        """
+        _check_served(spec)
         cache = ReplayCache.allocate(spec, slots, device, A=A, pad_slot_id=pad_slot_id)
         shape = (spec.layers, slots, spec.ring_rows, channels_of(spec))
         return cls(cache, torch.zeros(shape, dtype=dtypes.TORCH[spec.io_dtype], device=cache.device))
@@ -96,7 +102,8 @@ class LayerCache:
 
         Args:
             slots, states: as in `ReplayCache.prefill_handoff`.
-            inputs: (layers, b, 3, channels), oldest first; zeros stand before the first token of a short prompt.
+            inputs: (layers, b, 3, channels), the cache's input dtype, oldest first; zeros stand before the first token
+                of a short prompt.
         """
         slots = self._slots("slots", slots)
         shape = (self.cache.spec.layers, len(slots), HISTORY, self.conv.shape[-1])
@@ -106,6 +113,8 @@ class LayerCache:
             raise ValueError(
                 f"inputs: got shape {tuple(inputs.shape)} on {inputs.device}, expected {shape} on {self.cache.device}"
             )
+        if inputs.dtype != self.conv.dtype:
+            raise TypeError(f"inputs: got {inputs.dtype}, expected {self.conv.dtype}, the cache's input dtype")
         self.cache.prefill_handoff(slots, states)
         if len(slots):
             self._set(slots, inputs)
@@ -117,18 +126,21 @@ class LayerCache:
         ones: count is at least 3 - T, or all live rows. A smaller one is refused where values are checked, elsewhere
         undefined.
         """
-        src, dst = self._slots("src_slots", src_slots), self._slots("dst_slots", dst_slots)
-        wanted = as_counts("count", count, self.cache.device, len(src))
-        pad, live = self.cache.pad_slot_id, self.cache.pnat
+        cache = self.cache
+        cache._need_decays()
+        src, dst, _ = cache._pair(src_slots, dst_slots)
+        wanted = as_counts("count", count, cache.device, len(src))
+        pad, live = cache.pad_slot_id, cache.pnat
         both = self._both(src, dst)
         inputs = None
-        if len(src) and len(src) == len(dst):
-            safe = rows_of(pad, src, dst).slots(src).clamp(0, self.cache.slots - 1)
+        if len(src):
+            # Slots outside the cache have been refused, or are not looked at and undefined; but no index is wild.
+            safe = rows_of(pad, src, dst).slots(src).clamp(0, cache.slots - 1)
             clamped = torch.minimum(wanted.clamp(min=0), live[safe])
-            if values_checked(self.cache.device):
+            if values_checked(cache.device):
                 self._check_counts(clamped, live[safe], both(src))
-            inputs = conv_ring.history(self.conv, self.cache.ring_start, live, both(src), clamped, pad)
-        self.cache.materialize(src, dst, wanted)
+            inputs = conv_ring.history(self.conv, cache.ring_start, live, safe, clamped, pad_slot_id=-1)
+        cache.materialize(src, dst, wanted)
         if inputs is not None:
             self._set(both(dst), inputs)
 
@@ -146,16 +158,28 @@ class LayerCache:
         """The states of slots as CPU tensors. Synchronizes; the cache is unchanged."""
         slots = self._slots("slots", slots)
         logical = self.cache.export_slots(slots)
-        rows = self.conv.shape[-2]
-        index = slots.long()
-        depth = min(rows, HISTORY + self.cache.spec.window)
-        at = conv_ring.history_rows(self.cache.ring_start[index], self.cache.pnat[index], rows, depth)
-        return LayerState(logical, self.conv[:, index[:, None], at].cpu())
+        index, count = slots.long(), logical.count.long()
+        depth = max(HISTORY, _before(self.cache.spec) + (int(count.max()) if len(count) else 0))
+        at = conv_ring.history_rows(self.cache.ring_start[index], self.cache.pnat[index], self.conv.shape[-2], depth)
+        inputs = self.conv[:, index[:, None], at].cpu()
+        # Older rows are those of another request, or drafts that were not accepted.
+        known = count[:, None] - depth + torch.arange(depth) >= _oldest(self.cache.spec, count)[:, None]
+        return LayerState(logical, torch.where(known[..., None], inputs, 0))
 
     def import_slots(self, slots: Slots, state: LayerState) -> None:
-        """Put exported states into slots, of another W, T, ring phase or state dtype too. Synchronizes."""
+        """Put exported states into slots, of another W, T, ring phase or state dtype too. Synchronizes.
+
+        Where the state comes from a smaller T than this cache's, and T is 1 or 2, or brings few inputs, the inputs
+        before its oldest live rows are not known, which `materialize` to a point among them would need. So many of
+        these rows are folded into the checkpoint, at most two where all inputs came, that no such point is left.
+        """
         if not isinstance(state, LayerState):
             raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
+        if not isinstance(state.logical, LogicalState):
+            raise TypeError(f"state: got a logical state of {type(state.logical).__name__}, expected LogicalState")
+        state.logical.check()
+        if not isinstance(state.inputs, torch.Tensor):
+            raise TypeError(f"state: got inputs of {type(state.inputs).__name__}, expected a torch.Tensor")
         expected = (self.cache.spec.layers, len(state.logical), self.conv.shape[-1])
         given = state.inputs.shape
         if len(given) != 4 or (given[0], given[1], given[3]) != expected or given[2] < HISTORY:
@@ -164,9 +188,15 @@ class LayerCache:
         if state.inputs.dtype != self.conv.dtype:
             raise TypeError(f"state: got inputs of {state.inputs.dtype}, expected {self.conv.dtype}")
         slots = self._slots("slots", slots)
-        self.cache.import_slots(slots, state.logical)
+        count, rows = state.logical.count.long(), self.conv.shape[-2]
+        first = torch.maximum(count - given[2], _oldest(state.logical.spec, count))
+        unknown = torch.minimum((first + _before(self.cache.spec)).clamp(min=0), count)
+        self.cache._import(slots, state.logical, unknown)
         if len(slots):
-            self._set(slots, state.inputs[..., -self.conv.shape[-2] :, :].to(self.cache.device))
+            # The whole ring, so that nothing is left of the request that had the slot before.
+            inputs = state.inputs[..., -rows:, :].to(self.cache.device)
+            missing = inputs.new_zeros((*inputs.shape[:2], rows - inputs.shape[2], inputs.shape[3]))
+            self._set(slots, torch.cat((missing, inputs), 2))
 
     def _slots(self, name: str, slots: Slots) -> torch.Tensor:
         return as_slots(name, slots, self.cache.device)
@@ -195,6 +225,28 @@ class LayerCache:
         conv_ring.set_history(self.conv, cache.ring_start, cache.pnat, slots, inputs, cache.pad_slot_id)
 
 
+def _check_served(spec: CacheSpec) -> None:
+    check_spec("spec", spec)
+    if not spec.plain:
+        raise NotImplementedError(
+            f"spec: got {spec.problem().kinds} states, expected f32, bf16 or f16 ones without a copy: decode_step does "
+            f"not serve others yet"
+        )
+    if spec.window < HISTORY:
+        raise ValueError(f"window: got W = {spec.window}, expected at least {HISTORY}, which the conv needs")
+
+
+def _before(spec: CacheSpec) -> int:
+    """How many inputs before a slot's oldest live row are surely there: a step may write over what is T + 1 back."""
+    return min(HISTORY, spec.tokens)
+
+
+def _oldest(spec: CacheSpec, count: torch.Tensor) -> torch.Tensor:
+    """(n,) the oldest position, counted from the oldest live row, whose input is there, where `count` rows are live:
+    the three inputs before the next token always are."""
+    return (count - HISTORY).clamp(max=-_before(spec))
+
+
 def channels_of(spec: CacheSpec) -> int:
     """Channels of the conv: x, B and C."""
     return spec.heads * spec.head_dim + 2 * spec.groups * spec.d_state
@@ -207,5 +259,11 @@ def bytes_per_slot(spec: CacheSpec) -> int:
 
 
 def slots_that_fit(free_bytes: int, spec: CacheSpec) -> int:
-    """The most slots that `LayerCache.allocate` has room for in `free_bytes` bytes."""
+    """The most slots that `LayerCache.allocate` has room for in `free_bytes` bytes.
+
+    Raises:
+        ValueError, TypeError: for `free_bytes` that are negative or no int, or a spec that is no CacheSpec.
+    """
+    check_spec("spec", spec)
+    check_free_bytes(free_bytes)
     return max(0, (free_bytes - spec.fixed_bytes()) // bytes_per_slot(spec))

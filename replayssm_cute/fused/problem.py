@@ -7,6 +7,7 @@ A layer's projection holds, token by token, [z | x | B | C | dt]: the gate (d_in
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -213,8 +214,8 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
         raise NotImplementedError(f"state: got {call.state.dtype}; decode_step does not serve an 8-bit state yet")
     if not isinstance(call.eps, float | int) or isinstance(call.eps, bool):
         raise TypeError(f"eps: got {type(call.eps).__name__}, expected float")
-    if not 0 <= call.eps < float("inf"):
-        raise ValueError(f"eps: got {call.eps}, expected a number that is not negative")
+    if not 0 <= call.eps <= sys.float_info.max:  # an int may be larger than any float
+        raise ValueError(f"eps: got {_short(call.eps)}, expected a float that is not negative")
 
     batch, tokens, width = call.projected.shape
     slots, heads, head_dim, d_state = call.state.shape
@@ -278,3 +279,8 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
     aliasing.check({k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}, torch_op.LAYER_WRITTEN)
     norm_groups = groups if call.norm_groups is None else call.norm_groups
     return LayerProblem(step, conv_dtype, bias_dtype, norm_dtype, norm_groups)
+
+
+def _short(number: float) -> str:
+    """A number for a message, without hundreds of digits."""
+    return f"an int of {number.bit_length()} bits" if isinstance(number, int) else str(number)

@@ -61,7 +61,7 @@ class FoldKernel:
         at = Int32(at)
         while at >= 0:
             # Where the layer's tensors are, beside the record: read again for a chain's next move rather than kept.
-            state, *ring = [layers.load(table, layer, k) for k in range(len(layers.TENSORS))]
+            state, *ring = [layers.load(table, layer, k) for k in range(4)]  # the first of `layers.TENSORS`
             move = moves.load_record(records, at)
             cute.arch.sync_warp()  # a fence for the scheduler, which would read the table after the record has come
             if move.src >= 0:

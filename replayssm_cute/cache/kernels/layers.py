@@ -7,12 +7,13 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int64
 
-TENSORS = ("state", "x_cache", "B_cache", "dt_cache")
-COLUMNS = 2 * len(TENSORS)  # addresses of slot 0, then bytes from slot to slot
+from ..shapes import TENSORS
+
+COLUMNS = 2 * len(TENSORS)  # addresses of slot 0, then bytes from slot to slot; zeros for tensors that a cache has not
 
 
 def fake_table():
-    """The table as the compiler sees it: (layers, 8) int64, contiguous."""
+    """The table as the compiler sees it: (layers, COLUMNS) int64, contiguous."""
     return cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), COLUMNS), (COLUMNS, 1), assumed_align=8)
 
 

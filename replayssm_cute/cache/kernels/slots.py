@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -13,11 +15,34 @@ from . import index, layers, moves
 from .index import Vector
 
 
+class Found(NamedTuple):
+    """The part that a piece is of, as numbers (see `shapes.Part`), so that all parts share one code.
+
+    Attributes:
+        wide: 1 where its accesses are of 16 bytes, 0 where of 4.
+    """
+
+    tensor: Int32
+    first: Int32
+    nbytes: Int32
+    wide: Int32
+    zero: Int32
+
+
 class Pieces:
     """A thread's share of a piece: `accesses` accesses, `threads` apart."""
 
     def __init__(self, shape: BytesShape) -> None:
         self.shape = shape
+
+    def find(self, piece) -> Found:
+        """The part that a piece of a slot is of."""
+        facts = [(part.tensor, part.first, part.nbytes, part.unit // 16, part.zero) for part in self.shape.parts]
+        found = [Int32(fact) for fact in facts[0]]
+        for fact in facts[1:]:
+            mine = piece >= fact[1]
+            found = [Int32(cutlass.select_(mine, new, old)) for new, old in zip(fact, found, strict=True)]
+        return Found(*found)
 
     def pointer(self, unit: int, base, offset):
         """An access, at an offset from the start of the tensor."""
@@ -70,22 +95,15 @@ class CopyKernel:
         thread = cute.arch.thread_idx()[0]
         layer, piece = block // self.shape.pieces, block % self.shape.pieces
         kept = SmemAllocator().allocate(self.shape.shared_bytes(), byte_alignment=16)
-        # Which tensor a piece is of is a matter of numbers, so that all share one code for each width of access.
-        tensor, first, nbytes, wide = Int32(0), Int32(0), Int32(0), Int32(1)
-        for part in self.shape.parts:
-            mine = piece >= part.first
-            tensor = Int32(cutlass.select_(mine, part.tensor, tensor))
-            first = Int32(cutlass.select_(mine, part.first, first))
-            nbytes = Int32(cutlass.select_(mine, part.nbytes, nbytes))
-            wide = Int32(cutlass.select_(mine, part.unit // 16, wide))
-        slots = layers.load(table, layer, tensor)
+        part = self.pieces.find(piece)
+        slots = layers.load(table, layer, part.tensor)
         at = Int32(at)
         while at >= 0:
             move = moves.load_record(records, at)
             if move.src >= 0:
                 for unit in self.shape.units:
-                    if wide == unit // 16:
-                        self.move(slots, unit, nbytes, piece - first, move, kept, thread)
+                    if part.wide == unit // 16:
+                        self.move(slots, unit, part.nbytes, piece - part.first, move, kept, thread)
                 cute.arch.sync_threads()
             at = move.link
 
@@ -113,7 +131,7 @@ class CopyKernel:
 
 
 class ResetKernel:
-    """Zeroes the checkpoints of slots, one piece of one layer a CTA, and their cursors."""
+    """Gives slots a checkpoint of zero, one piece of one layer a CTA, and zeroes their cursors."""
 
     def __init__(self, shape: BytesShape) -> None:
         self.shape = shape
@@ -150,14 +168,15 @@ class ResetKernel:
         block, row, _ = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         layer, piece = block // self.shape.pieces, block % self.shape.pieces
-        (part,) = self.shape.parts
+        part = self.pieces.find(piece)
         slot = index.read(slots, Int32(row))
         if index.is_live(slot, pad_slot_id):
-            words = cute.make_rmem_tensor(cute.make_layout(self.shape.accesses * (part.unit // 4)), Int32)
-            words.fill(Int32(0))
-            self.pieces.store(
-                words, part.unit, part.nbytes, layers.load(table, layer, part.tensor).place(slot), piece, thread
-            )
+            place = layers.load(table, layer, part.tensor).place(slot)
+            for unit in self.shape.units:
+                if part.wide == unit // 16:
+                    words = cute.make_rmem_tensor(cute.make_layout(self.shape.accesses * (unit // 4)), Int32)
+                    words.fill(part.zero)
+                    self.pieces.store(words, unit, part.nbytes, place, piece - part.first, thread)
             if (block == 0) & (thread == 0):
                 ring_start[slot] = Int32(0)
                 pnat[slot] = Int32(0)
