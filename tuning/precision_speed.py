@@ -23,7 +23,7 @@ from replayssm_cute import compiler, target
 from replayssm_cute.config import TileConfig, default_config, usual_tail
 from replayssm_cute.problem import Problem
 
-from . import acceptance
+from . import acceptance, space
 from .argument_kinds import sizes
 from .command import check_folder, command, usage
 from .policy import Policy
@@ -38,11 +38,15 @@ POLICY = Policy(max_bytes=12 << 30)
 def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileConfig]:
     """A few shapes for large and small batches; more bytes are in flight where states are small."""
     tail = usual_tail(problem, where)
-    found = [
-        default_config(problem, where, batch),
+    kept = [
         TileConfig(tiles_per_warp=2),
-        *(TileConfig(n, s, tail_rows=tail, ctas_per_sm=c) for n, s, c in ((4, 1, 1), (4, 2, 4), (4, 4, 4), (8, 4, 1))),
+        TileConfig(2, 1, tail_rows=tail, tiles_per_warp=2),
+        TileConfig(2, 1, tail_rows=tail),
+        TileConfig(4, 1, tail_rows=tail),
+        TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4),
     ]
+    spared = [c for config in kept if (c := space.without_b(config, problem, where))]
+    found = [default_config(problem, where, batch), *kept, *spared]
     return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
 
 
@@ -109,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for window in args.windows:
             found += measure(kinds, batch, window)
             torch.cuda.empty_cache()
-    frame = pd.DataFrame(found)
-    frame.to_csv(args.out / "precision_speed.csv", index=False, float_format="%.4g")
+            frame = pd.DataFrame(found)  # written as it grows: what a run that is cut off has measured counts
+            frame.to_csv(args.out / "precision_speed.csv", index=False, float_format="%.4g")
     print(frame.to_string(index=False, float_format="%.4g"))
     return 0
 
