@@ -628,7 +628,7 @@ def on_gpu(cache: ReplayCache) -> ReplayCache:
 def assert_same(cache: ReplayCache, model: ReplayCache) -> None:
     expected = snapshot(model)
     for name, now in snapshot(cache).items():
-        assert torch.equal(now.cpu(), expected[name]), name
+        assert torch.equal(now.cpu(), expected[name].cpu()), name
 
 
 @pytest.mark.gpu
