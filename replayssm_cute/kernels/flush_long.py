@@ -8,10 +8,11 @@ from cutlass import Float32
 
 from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
-from .primitives import as_float, bits, high_half, load_matrices, low_half, mma_tf32, to_tf32
+from .flush_terms import PART, FlushTerms
+from .primitives import load_matrices
 from .ring_b import RingB
 from .spec import SKIPPED, StepSpec
-from .state_tile import PART, StateTile, repack, unpack, x_fragment
+from .state_tile import StateTile, repack, unpack
 from .tokens import place
 
 ROWS = SKIPPED  # ring positions, two k-steps, that are added at a time
@@ -25,7 +26,7 @@ class LongFlush:
         self.state_tile = state_tile
         self.unit = unit or spec.unit  # columns in a row that a lane works on
         self.ring_b = RingB(spec)
-        self.low_terms = low_terms  # without them the added terms have tf32's 11 bits
+        self.terms = FlushTerms(spec, low_terms)
 
     @cute.jit
     def add_rows(self, results, tensors: Tensors, shared: Shared, at, inputs, first, column, row: Row, thread: Thread):
@@ -33,21 +34,16 @@ class LongFlush:
         lane, t = thread.lane, thread.t
         words = load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
         positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
-        mine = column + thread.g * self.unit
-        b_words = [self.ring_b.get(tensors, shared, row, position, mine, PART) for position in positions]
+        first_column = column + thread.g * self.unit
+        b_words = [self.ring_b.get(tensors, shared, row, position, first_column, PART) for position in positions]
         for step in cutlass.range_constexpr(2):
-            values = x_fragment(words[2 * step : 2 * step + 2], self.spec)
-            weights = [shared.vectors[at.weights + positions[2 * step + half]] for half in range(2)]
-            scaled = [v * weights[k // 2] for k, v in enumerate(values)]
-            high = [to_tf32(v) for v in scaled]
-            low = [to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)]
-            for terms in (low, high) if self.low_terms else (high,):
-                for e in cutlass.range_constexpr(PART):
-                    half_of = (low_half, high_half)[e % 2]
-                    pair = [bits(half_of(self.spec.io_kind, b_words[2 * step + k][e // 2])) for k in range(2)]
-                    sums = mma_tf32([results[4 * e + k] for k in range(4)], terms, pair)
-                    for k in cutlass.range_constexpr(4):
-                        results[4 * e + k] = sums[k]
+            mine = slice(2 * step, 2 * step + 2)
+            terms = self.terms.of_step(shared, at, words[mine], positions[mine])
+            sums = [[results[4 * e + k] for k in range(4)] for e in range(PART)]
+            sums = self.terms.add(sums, terms, b_words[mine])
+            for e in cutlass.range_constexpr(PART):
+                for k in cutlass.range_constexpr(4):
+                    results[4 * e + k] = sums[e][k]
 
     @cute.jit
     def flush(self, tensors: Tensors, shared: Shared, tile, inputs, index, row: Row, thread: Thread):

@@ -9,6 +9,7 @@ quad, so that its largest value takes two shuffles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,9 +20,15 @@ from .bundles import Row, Share, Shared, Tensors, Thread, Turn
 from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox, prefetch_row
 from .decay import Vectors
 from .flush_long import ROWS, LongFlush
-from .primitives import as_float, bits, high_half, load_words, low_half, pack, store_words
+from .flush_terms import PART, FlushTerms, positions_of
+from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, pack, store_words
+from .ring_b import RingB
 from .spec import P_TILE, StepSpec
-from .state_tile import PART, StateTile, unpack
+from .state_tile import StateTile, unpack
+from .tokens import place
+
+HELD = 16  # registers of a lane that a tile's terms may take; more are made anew for every part
+HELD_BESIDE_BITS = 8  # the same beside random bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,19 @@ class Block:
     p: Int32
     number: Int32
     t: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Where a flush finds the ring: its terms, if a lane holds them, and what it takes to make them."""
+
+    tensors: Tensors
+    shared: Shared
+    at: Vectors
+    inputs: Any
+    terms: list[Any]
+    row: Row
+    thread: Thread
 
 
 class Rewrite:
@@ -50,7 +70,14 @@ class Rewrite:
         self.block = 8 * self.unit
         self.parts = self.unit // PART
         self.blocks = p.d_state // self.block
-        self.rows = LongFlush(spec, state_tile, self.unit, low_terms=self.dual or p.state_dtype == "f16")
+        low = self.dual or p.state_dtype == "f16"
+        self.rows = LongFlush(spec, state_tile, self.unit, low_terms=low)
+        self.terms = FlushTerms(spec, low)
+        self.ring_b = RingB(spec)
+        # A row that flushes has more than W - T live rows: where these reach the last ROWS, no position is left out.
+        reached = not spec.skips or p.window - p.tokens >= spec.ring_positions - ROWS
+        room = HELD if p.philox_rounds is None else HELD_BESIDE_BITS
+        self.holds = reached and 4 * spec.ring_steps * (2 if low else 1) <= room
 
     @cute.jit
     def flush(self, tensors: Tensors, shared: Shared, tile, inputs, turn: Turn, p0, row: Row, thread: Thread):
@@ -69,14 +96,17 @@ class Rewrite:
         top[0], top[1] = Float32(0.0), Float32(0.0)
         p = p0 + g
         target = tensors.copy if cutlass.const_expr(self.dual) else state
+        ring = Ring(tensors, shared, at, inputs, self._held_terms(shared, at, inputs, thread), row, thread)
 
+        coming = self._ask_first(state, Block(slot, head, p, Int32(0), t))
         for number in cutlass.range(self.blocks, unroll=1):
             block = Block(slot, head, p, number, t)
+            asked = self._take(coming, state, block)
             done = [[[] for _ in range(2)] for _ in range(2)]
             random = self._no_words()
             for part in cutlass.range_constexpr(self.parts):
-                results = self._old(state, tile, block, part, factors, thread)
-                self._add(results, tensors, shared, at, inputs, number, part, row, thread)
+                results = self._old(asked, tile, block, part, factors, thread)
+                self._add(results, ring, number, part)
                 if cutlass.const_expr(self.scaled):
                     for k in cutlass.range_constexpr(4 * PART):
                         top[k % 4 // 2] = max_abs(top[k % 4 // 2], results[k])
@@ -100,14 +130,16 @@ class Rewrite:
                 if t == 0:
                     scale[slot, head, p0 + 8 * side + g] = row_scale
                 inverse.append(Float32(cutlass.select_(most < TINY, Float32(0.0), Float32(1.0) / row_scale)))
+            written = self._ask_first(state, Block(slot, head, p, Int32(0), t))
             for number in cutlass.range(self.blocks, unroll=1):
                 coded_block = Block(slot, head, p, number, t)
+                sums = self._take(written, state, coded_block)
                 coded = [[[] for _ in range(2)] for _ in range(2)]
                 random_words = self._no_words()
                 for part in cutlass.range_constexpr(self.parts):
-                    again = self._old(state, tile, coded_block, part, factors, thread, self.dual)
+                    again = self._old(sums, tile, coded_block, part, factors, thread, self.dual)
                     if cutlass.const_expr(not self.dual):  # the checkpoint has the sums already
-                        self._add(again, tensors, shared, at, inputs, number, part, row, thread)
+                        self._add(again, ring, number, part)
                     self._round(coded, random_words, again, inverse, key, coded_block, part)
                 self._store(target, coded, coded_block)
 
@@ -130,15 +162,41 @@ class Rewrite:
     def _values(self, results, side, which):
         return [results[4 * e + 2 * side + which] for e in range(PART)]
 
-    def _old(self, state, tile, block: Block, part, factors, thread, finished=False):
-        """A part of the decayed state, as accumulators; `finished` reads what has been written, as it is."""
+    def _ask_first(self, state, block: Block):
+        """Ask for an f32 checkpoint's words of the first block, and make room for them: `_take` has them."""
+        if not self.dual:
+            return None
+        coming = cute.make_rmem_tensor(cute.make_layout(4 * PART), Int32)
+        self._ask(coming, state, block)
+        return coming
+
+    def _ask(self, coming, state, block: Block):
+        for side in range(2):
+            for which in range(2):
+                for e, word in enumerate(load_words(self._place(state, block, side, which), PART)):
+                    coming[(2 * side + which) * PART + e] = word
+
+    def _take(self, coming, state, block: Block):
+        """A block's words, which were asked for; those of the next one are on their way meanwhile."""
+        if not self.dual:
+            return []
+        words = [coming[k] for k in range(4 * PART)]
+        self._ask_next(coming, state, block)
+        return words
+
+    @cute.jit
+    def _ask_next(self, coming, state, block: Block):
+        if block.number + 1 < self.blocks:
+            self._ask(coming, state, Block(block.slot, block.head, block.p, block.number + 1, block.t))
+
+    def _old(self, asked, tile, block: Block, part, factors, thread, finished=False):
+        """A part of the decayed state, as accumulators; `finished` takes what has been written, as it is."""
         results = cute.make_rmem_tensor(cute.make_layout(4 * PART), Float32)
         for side in range(2):
             chunks = [] if self.dual else self.state_tile.chunks(tile, block.number, side, thread)
             for which in range(2):
                 if self.dual:
-                    words = load_words(self._place(state, block, side, which, part), PART)
-                    olds = [as_float(w) for w in words]
+                    olds = [as_float(w) for w in asked[(2 * side + which) * PART :][:PART]]
                 elif self.scaled:
                     halves = decode_bytes(self.kind, "f16", chunks[which][part])
                     olds = [side_of("f16", w) for w in halves for side_of in (low_half, high_half)]
@@ -149,12 +207,43 @@ class Rewrite:
                     results[4 * e + 2 * side + which] = olds[e] if finished else olds[e] * factors[side]
         return results
 
-    @cute.jit
-    def _add(self, results, tensors, shared, at, inputs, block, part, row, thread):
+    def _held_terms(self, shared, at, inputs, thread: Thread):
+        """The terms of all k-steps, where a lane can hold them."""
+        if not self.holds:
+            return []
+        words, lane = [], thread.lane
+        for first in range(0, self.spec.ring_positions, ROWS):
+            words += load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
+        return [
+            self.terms.of_step(shared, at, words[2 * step : 2 * step + 2], positions_of(step, thread))
+            for step in range(self.spec.ring_steps)
+        ]
+
+    def _add(self, results, ring: Ring, block, part):
         """Add the ring's terms to a part."""
         column = block * self.block + part * PART
-        for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
-            self.rows.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
+        if not ring.terms:
+            self._add_live(results, ring, column)
+            return
+        mine = column + ring.thread.g * self.unit
+        sums = [[results[4 * e + k] for k in range(4)] for e in range(PART)]
+        for step, terms in enumerate(ring.terms):
+            b_words = [
+                self.ring_b.get(ring.tensors, ring.shared, ring.row, position, mine, PART)
+                for position in positions_of(step, ring.thread)
+            ]
+            sums = self.terms.add(sums, terms, b_words)
+        for e in range(PART):
+            for k in range(4):
+                results[4 * e + k] = sums[e][k]
+
+    @cute.jit
+    def _add_live(self, results, ring: Ring, column):
+        """The same, ROWS positions at a time, as many as there are."""
+        for rows in cutlass.range((ring.row.pnat + (ROWS - 1)) // ROWS, unroll=1):
+            self.rows.add_rows(
+                results, ring.tensors, ring.shared, ring.at, ring.inputs, rows * ROWS, column, ring.row, ring.thread
+            )
 
     def _round(self, done, random, results, inverse, key, block: Block, part):
         """Append a part's words to `done[side][which]`."""

@@ -14,6 +14,7 @@ from cutlass import Float32
 
 from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
+from .flush_terms import PART, FlushTerms, positions_of
 from .primitives import (
     as_float,
     bits,
@@ -25,16 +26,10 @@ from .primitives import (
     mma_tf32,
     pack,
     store_words,
-    to_tf32,
 )
 from .readout_c import ReadoutC
 from .ring_b import RingB
 from .spec import P_TILE, StepSpec
-
-
-def x_fragment(words, spec: StepSpec):
-    """x of a k-step as an A-fragment: (row g, row g + 8) of position 2t, then of 2t + 1; exact in tf32."""
-    return [side(spec.io_kind, word) for side in (low_half, high_half) for word in words]
 
 
 def unpack(words, spec: StepSpec):
@@ -51,9 +46,6 @@ def repack(values, spec: StepSpec):
     return [pack(spec.state_kind, values[k], values[k + 1]) for k in range(0, len(values), 2)]
 
 
-PART = 4  # columns of a chunk that the flush works on at a time
-
-
 class StateTile:
     """The phases of a step kernel that read a warp's tile of the state."""
 
@@ -62,6 +54,7 @@ class StateTile:
         self.readout_c = readout_c
         self.parts = spec.chunk // PART
         self.ring_b = RingB(spec)
+        self.terms = FlushTerms(spec, low=spec.state_kind != "bf16")
 
     def read_out(self, address, c_addresses, c_held, lane):
         """S·C of this warp's rows: per tile and n-tile (rows g, g + 8) x (tokens 2t, 2t + 1).
@@ -115,9 +108,6 @@ class StateTile:
             for which in range(2):
                 store_words(self._chunk(tile, block, side, which, thread), done[side][which])
 
-    def _positions(self, t):
-        return [8 * step + 2 * t + half for step in range(self.spec.ring_steps) for half in range(2)]
-
     @cute.jit
     def flush(self, tensors: Tensors, shared: Shared, tile, x_words, index, row: Row, thread: Thread):
         """Turn a tile of the checkpoint into the logical state: S' = exp(C_tot) S + sum_j (w_j x_j) (outer) B_j.
@@ -127,25 +117,19 @@ class StateTile:
         column 2t, of its second in column 2t + 1. `x_words[k]` are a k-step's words of x.
         """
         at = Vectors(self.spec, index)
-        vectors = shared.vectors
-        total = vectors[at.total]
-        high_terms, low_terms = [], []
-        for step in cutlass.range_constexpr(self.spec.ring_steps):
-            values = x_fragment(x_words[step], self.spec)
-            weights = [vectors[at.weights + 8 * step + 2 * thread.t + half] for half in range(2)]
-            scaled = [v * weights[k // 2] for k, v in enumerate(values)]
-            high = [to_tf32(v) for v in scaled]
-            high_terms.append(high)
-            low_terms.append([to_tf32(v - as_float(h)) for v, h in zip(scaled, high, strict=True)])
-        positions = self._positions(thread.t)
+        total = shared.vectors[at.total]
+        steps = [positions_of(step, thread) for step in range(self.spec.ring_steps)]
+        terms = [self.terms.of_step(shared, at, x_words[k], positions) for k, positions in enumerate(steps)]
+        chunk = self.spec.chunk
         for block in cutlass.range(self.spec.blocks, unroll=1):
             chunks = [self.chunks(tile, block, side, thread) for side in range(2)]
             done = [[[] for _ in range(2)] for _ in range(2)]
-            column = block * self.spec.block + thread.g * self.spec.chunk
-            chunk = self.spec.chunk
-            b_chunks = [self.ring_b.get(tensors, shared, row, position, column, chunk) for position in positions]
+            column = block * self.spec.block + thread.g * chunk
+            b_chunks = [
+                [self.ring_b.get(tensors, shared, row, position, column, chunk) for position in positions]
+                for positions in steps
+            ]
             for part in cutlass.range_constexpr(self.parts):
-                b_words = [words[part * (PART // 2) :][: PART // 2] for words in b_chunks]
                 per_part = 4 // self.parts  # words of a chunk
                 olds = [
                     [unpack(chunks[side][which][per_part * part :][:per_part], self.spec) for which in range(2)]
@@ -154,24 +138,9 @@ class StateTile:
                 results = [
                     [olds[side][which][e] * total for side in range(2) for which in range(2)] for e in range(PART)
                 ]
-                # Term by term over all tiles: neighbouring MMAs do not wait for each other.
                 for step in cutlass.range_constexpr(self.spec.ring_steps):
-                    fragments = [
-                        [
-                            bits((low_half, high_half)[e % 2](self.spec.io_kind, b_words[2 * step + half][e // 2]))
-                            for half in range(2)
-                        ]
-                        for e in range(PART)
-                    ]
-                    for terms in (
-                        (high_terms[step],)
-                        if self.spec.state_kind == "bf16"
-                        else (
-                            low_terms[step],
-                            high_terms[step],
-                        )
-                    ):
-                        results = [mma_tf32(results[e], terms, fragments[e]) for e in range(PART)]
+                    b_words = [words[part * (PART // 2) :][: PART // 2] for words in b_chunks[step]]
+                    results = self.terms.add(results, terms[step], b_words)
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):
                         done[side][which] += repack([results[e][2 * side + which] for e in range(PART)], self.spec)

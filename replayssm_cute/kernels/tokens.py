@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from .bundles import NewTokens, Row, Share, Shared, Tensors, Thread, Turn
 from .decay import Vectors
+from .flush_terms import x_fragment
 from .highest import split
 from .primitives import (
     HIGH_HALVES,
@@ -30,7 +31,6 @@ from .primitives import (
     store_words,
 )
 from .spec import P_TILE, SKIPPED, StepSpec
-from .state_tile import x_fragment
 
 ROW_BYTES = 32
 PIECE = 8  # values in 16 bytes, which a thread copies at once
