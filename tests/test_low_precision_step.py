@@ -160,7 +160,7 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
         "words[k][2 * odd :][:2]",
         "f8",
     ),
-    "no gain": ("byte_state", "Float32(self.spec.decode_gain)", "Float32(1.0)", "f8"),
+    "no gain": ("byte_state", "Float32(self.gain) if", "Float32(1.0) if", "f8"),
     "the old scale forgotten": (
         "rewrite",
         "total * Float32(scale[slot, head, p0 + 8 * side + g])",

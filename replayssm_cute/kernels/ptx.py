@@ -43,16 +43,16 @@ def decode_bytes(kind: str, io: str) -> str:
                 f"or.b32 ${out},v,m; "
             )
         elif io == "f16":  # 1024 + 128 + value by its bits, less 1152
+            flipped = "xor.b32 x,$2,0x80808080; " if out == 0 else ""
             pairs.append(
-                f"prmt.b32 v,$2,0,{below:#x}; xor.b32 v,v,0x00800080; or.b32 v,v,0x64006400; mov.b32 m,0x64806480; "
-                f"sub.rn.f16x2 ${out},v,m; "
+                f"{flipped}prmt.b32 v,x,0x64646464,{below:#x}; mov.b32 m,0x64806480; sub.rn.f16x2 ${out},v,m; "
             )
         else:  # 128 + its low bits, less 128, or 256 where it is negative
             pairs.append(
                 f"prmt.b32 v,$2,0,{below:#x}; and.b32 m,v,0x00800080; and.b32 v,v,0x007f007f; "
                 f"or.b32 v,v,0x43004300; or.b32 m,m,0x43004300; sub.rn.bf16x2 ${out},v,m; "
             )
-    return "{ .reg .b32 v,m; " + "".join(pairs) + "}"
+    return "{ .reg .b32 v,m,x; " + "".join(pairs) + "}"
 
 
 def encode_nearest(kind: str) -> str:

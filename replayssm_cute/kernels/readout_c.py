@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .bundles import Thread
 from .primitives import (
     HIGH_HALVES,
     LOW_HALVES,
@@ -89,6 +90,10 @@ class ReadoutC:
     def quads(self, address):
         """All of a token tile's fragments, to hold from turn to turn."""
         return [self.quad(address, k) for k in range(self.pieces // 4)]
+
+    def hold(self, addresses, thread: Thread):
+        """What a lane keeps of C from turn to turn, by token tile, empty if nothing; and what that has to gain back."""
+        return [self.quads(at) for at in addresses] if self.held else [], None
 
     def operands(self, words):
         """B-fragments of a quad's MMAs: two words each for 16 columns, or one as f32 bits for 8."""

@@ -45,11 +45,12 @@ from .write_back import WriteBack
 
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """A warp's S·C of one turn, in registers, and what it takes: C, and the scales of an 8-bit state's rows."""
+    """A warp's S·C of one turn, in registers, and what it takes: C, its gains, and the scales of an 8-bit state."""
 
     sums: cute.Tensor
     c_rows: list[Any]
     c_held: list[Any]
+    gains: list[Any] | None
     scales: Any
 
 
@@ -62,7 +63,7 @@ class StepKernel(Phases):
         of_state = ByteStateTile if problem.scaled else ExactStateTile if spec.highest else StateTile
         self.state_tile = of_state(spec, self.readout_c)
         self.copies = StateCopies(spec)
-        self.scales = Scales(spec)
+        self.scales = Scales(spec, self.readout_c.gain) if problem.scaled else None
         self.write_back = WriteBack(spec, self.state_tile, self.tokens, self.copies)
 
     def start(self, tensors: Tensors, stream) -> None:
@@ -196,9 +197,9 @@ class StepKernel(Phases):
         """Room for a turn's S·C; C is in shared memory."""
         spec = self.spec
         c_rows = [self.readout_c.address(shared.address, thread.lane, n) for n in range(spec.token_tiles)]
-        c_held = [self.readout_c.quads(at) for at in c_rows] if self.readout_c.held else []
+        c_held, gains = self.readout_c.hold(c_rows, thread)
         sums = cute.make_rmem_tensor(cute.make_layout(4 * spec.token_tiles * spec.tiles), Float32)
-        return ReadOut(sums, c_rows, c_held, scales)
+        return ReadOut(sums, c_rows, c_held, gains, scales)
 
     @cute.jit
     def next_read_out(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, thread: Thread):
@@ -211,7 +212,7 @@ class StepKernel(Phases):
             for e in cutlass.range_constexpr(4):
                 read_out.sums[4 * k + e] = sums[k // spec.token_tiles][k % spec.token_tiles][e]
         if cutlass.const_expr(spec.problem.scaled):
-            self.scales.apply(read_out.scales, read_out.sums)
+            self.scales.apply(read_out.scales, read_out.sums, read_out.gains)
 
 
 class LowPrecisionStepKernel(StepKernel):
