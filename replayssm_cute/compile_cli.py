@@ -10,7 +10,8 @@ from pathlib import Path
 
 from . import compiler
 from .cache import CacheSpec, recipes
-from .config import TileConfig, default_config, default_configs
+from .config import TileConfig
+from .default_rule import default_config, default_configs
 from .problem import Problem
 from .target import named
 

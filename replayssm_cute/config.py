@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,70 +285,3 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
         total=_up(end, 128),
         **offsets,
     )
-
-
-# Heads a multiprocessor from which the default rule gives a warp two tiles, and a CTA several heads.
-SOME, MANY = 8, 48
-CTAS = 4  # a multiprocessor, of several heads each, that registers let in
-
-
-def resident(problem: Problem, config: TileConfig, target: Target) -> int:
-    """CTAs that a multiprocessor's shared memory holds."""
-    return target.shared_per_sm // (config.shared_bytes(problem) + SHARED_RESERVED)
-
-
-def usual_tail(problem: Problem, target: Target) -> int:
-    """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
-
-    Measured on one H200, 128 heads, f32, T 4, with an earlier kernel: 8 rows beat 0 and 16 at batch 64 (87.4, 92.3 and
-    89.5 us) and 256.
-    """
-    return max(1, round(8 * target.sms / problem.heads))
-
-
-def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
-    """The rule that serves where no table does: one head a CTA for small batches, several for large ones.
-
-    Measured on one H200, 128 heads, T 4: at batch 1 and 4 one warp for each 16 rows of P is fastest, at 16 (16 heads a
-    multiprocessor) one for 32 rows, as long as its two warps can share out B·C at once. From batch 64 on (62) four
-    heads a CTA with `usual_tail` are. A head whose state is larger than the target's shared memory is split over the
-    fewest CTAs that hold it.
-
-    Raises:
-        ValueError: if nothing fits.
-    """
-    if batch * problem.heads >= MANY * target.sms:
-        tail = usual_tail(problem, target)
-        # As many bytes in flight either way: states of 4 bytes one after the other, of 2 bytes two at a time.
-        # Measured at batch 64 and 256: 85.0 and 319.4 us (f32), 50.0 and 178.2 us (bf16). With bf16 the inputs of a
-        # long window take as much shared memory as states, and one stage with B from L2 lets more CTAs in: at batch
-        # 256 W 32 takes 194 us (as above: 202), W 64 251 us (283).
-        narrow = problem.read_bytes < 4
-        long = narrow and problem.window > SHORT_WINDOW
-        stages, ctas = 2 if narrow and not long else 1, 4 if narrow else 1
-        options = [
-            TileConfig(heads_per_cta=heads, stages=stages, tail_rows=tail, ctas_per_sm=capped, keep_b=not long)
-            for heads, capped in itertools.product((4, 2), (ctas, 1))
-        ]
-        options = [c for c in options if c.is_valid(problem, target)]
-        if options:  # fewer heads a CTA where a long window's x takes the room of a CTA
-            return max(options, key=lambda c: min(CTAS, resident(problem, c, target)))
-    # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
-    keep_b = problem.read_bytes == 4 or problem.window <= 2 * SKIPPED
-    wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
-    enough = batch * problem.heads >= SOME * target.sms
-    if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
-        return wide
-    for split in range(1, problem.head_dim // P_TILE + 1):
-        config = TileConfig(head_split=split, keep_b=keep_b)
-        if config.is_valid(problem, target):
-            return config
-    raise ValueError(
-        f"config: no tile config of {problem.label()} fits {target.name}: {config.invalid_reason(problem, target)}"
-    )
-
-
-def default_configs(problem: Problem, target: Target) -> list[TileConfig]:
-    """Every config that the default rule gives for some batch, for the smallest batches first."""
-    starts = (1, *(-(-n * target.sms // problem.heads) for n in (SOME, MANY)))
-    return list(dict.fromkeys(default_config(problem, target, batch) for batch in starts))

@@ -33,7 +33,8 @@ import torch
 
 from . import compare, compiler, fingerprint
 from .calls import Call, random_call
-from .config import P_TILE, RINGS, TileConfig, default_config, default_configs
+from .config import P_TILE, RINGS, TileConfig
+from .default_rule import default_config, default_configs
 from .problem import Problem
 from .sm100 import Sm100Config
 from .target import Target

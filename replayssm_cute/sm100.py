@@ -13,7 +13,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from .config import MANY, SHARED_RESERVED, WARP, TileConfig, shared_layout, usual_tail
+from .config import SHARED_RESERVED, WARP, TileConfig, shared_layout
+from .default_rule import usual_tail
 from .problem import Problem
 from .target import Target
 
@@ -21,6 +22,7 @@ ARCHES = ("sm_100a", "sm_103a")
 ROWS = 128  # M of the MMA: rows of the state that a CTA takes at a time
 COLUMNS = 16  # N of the MMA: tokens, padded; 8 is not legal beside M = 128 in every description of the instruction
 MOST_ROWS = 16  # of the window and of new tokens
+MANY = 48  # heads a multiprocessor from which CTAs take turns
 WARPS = 4  # of the epilogue: a warp can read 32 of tensor memory's 128 lanes; one more warp issues copies and MMAs
 TENSOR_COLUMNS = 512  # of tensor memory, for all CTAs of a multiprocessor
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two

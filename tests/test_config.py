@@ -10,17 +10,8 @@ import re
 import pytest
 
 from replayssm_cute import target
-from replayssm_cute.config import (
-    MAX_THREADS,
-    MIN_REGISTERS,
-    P_TILE,
-    RINGS,
-    SHARED_RESERVED,
-    TileConfig,
-    default_config,
-    shared_layout,
-    usual_tail,
-)
+from replayssm_cute.config import MAX_THREADS, MIN_REGISTERS, P_TILE, RINGS, SHARED_RESERVED, TileConfig, shared_layout
+from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import D_STATES, HEAD_DIMS, Problem
 
 PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -194,29 +185,6 @@ def test_registers_and_threads_limit_the_ctas() -> None:
     assert TileConfig(2, parallel_heads=2).is_valid(wide, roomy), "512 threads"
     said = TileConfig(4, parallel_heads=4).invalid_reason(wide, roomy)
     assert said == "needs 1024 threads a CTA, more than 512"
-
-
-def test_the_default_rule_follows_the_batch() -> None:
-    assert default_config(PROBLEM, H200, 1) == TileConfig()
-    assert default_config(PROBLEM, H200, 256) == TileConfig(4, 1, tail_rows=8)
-    two_bytes = dataclasses.replace(PROBLEM, state_dtype="bf16")
-    assert default_config(two_bytes, H200, 256) == TileConfig(4, 2, ctas_per_sm=4, tail_rows=8)
-    assert default_config(PROBLEM, H200, 16) == TileConfig(tiles_per_warp=2)
-    long = dataclasses.replace(two_bytes, window=32)
-    assert default_config(long, H200, 16) == TileConfig(tiles_per_warp=2), "its third tile of B·C may be left out"
-    assert default_config(long, H200, 256) == TileConfig(4, 1, ctas_per_sm=4, tail_rows=8, keep_b=False)
-    longest = dataclasses.replace(two_bytes, window=64)
-    assert default_config(longest, H200, 256) == TileConfig(2, 1, ctas_per_sm=4, tail_rows=8, keep_b=False)
-    whole = dataclasses.replace(PROBLEM, tokens=17, window=24)
-    assert default_config(whole, H200, 16) == TileConfig(), "three tiles of B·C would take two warps two rounds"
-    fourteen = dataclasses.replace(PROBLEM, heads=112)
-    assert default_config(fourteen, H200, 256).heads_per_cta == 2, "14 heads a group do not divide by 4"
-
-
-def test_the_default_rule_says_when_nothing_fits() -> None:
-    tiny = dataclasses.replace(H200, name="tiny", shared_per_block=4096)
-    with pytest.raises(ValueError, match=r"no tile config of .* fits tiny: needs .* bytes of shared memory"):
-        default_config(PROBLEM, tiny, 1)
 
 
 @pytest.mark.parametrize("state", ["f32", "bf16"])

@@ -12,7 +12,8 @@ from oracle import oracle_step
 from property_draws import AXES, draw, problem_of, rows
 
 from replayssm_cute import checkpointing_ssu, compare, compiler, plan, target
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 
 ROWS = rows(120)

@@ -24,7 +24,8 @@ from test_oracle_teeth import CASES, RAGGED_CASES, step
 
 from replayssm_cute import api, compiler, plan, ring, selfcheck, tables, warmup
 from replayssm_cute.calls import Call, random_call
-from replayssm_cute.config import TileConfig, default_configs
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_configs
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 

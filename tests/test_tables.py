@@ -20,7 +20,8 @@ import pytest
 from fakes import H200, SMALL
 
 from replayssm_cute import explain, fingerprint, tables
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.tables import Cell, Manifest, Table, TableError, Tables
 from replayssm_cute.target import Target, named

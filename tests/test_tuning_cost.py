@@ -14,7 +14,8 @@ from replayssm_tuning.acceptance import Acceptance, stationary
 from replayssm_tuning.judge import GOAL_MEDIAN, GOAL_WORST
 
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig, default_config, usual_tail
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.resources import inspect
 

@@ -17,7 +17,8 @@ from tuning_fakes import PLAN, Compiler
 
 from replayssm_cute import compiler, fingerprint, tables
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.resources import Resources, inspect
 from replayssm_cute.tables import Table, Tables
 

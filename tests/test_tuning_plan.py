@@ -10,7 +10,7 @@ import pytest
 from replayssm_tuning import acceptance, cli, plan, space
 
 from replayssm_cute import target as targets
-from replayssm_cute.config import default_config
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 
 BASE = """

@@ -17,6 +17,7 @@ from replayssm_tuning.bench_device import BenchRunner
 from replayssm_tuning.policy import Policy
 
 from replayssm_cute import compiler, fingerprint, plan, ring
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
@@ -70,12 +71,12 @@ def test_ring_bytes_are_those_of_a_slot_less_its_checkpoint_and_cursors(window: 
 
 
 def test_every_entrant_can_be_served() -> None:
-    from replayssm_cute import config, target
+    from replayssm_cute import target
 
     h200 = target.named("h200")
     for group in all_groups():
         for entrant in group.entrants:
-            assert config.default_config(entrant.problem, h200, group.batch).is_valid(entrant.problem, h200)
+            assert default_config(entrant.problem, h200, group.batch).is_valid(entrant.problem, h200)
 
 
 @pytest.fixture

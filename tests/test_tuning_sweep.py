@@ -25,7 +25,8 @@ from tuning_fakes import BEST, CRASHING, PLAN, POLICY, SLOW, WRONG, Compiler, De
 
 from replayssm_cute import compiler, fingerprint, tables
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.resources import Resources
 

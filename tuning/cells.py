@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from replayssm_cute import fingerprint
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from replayssm_cute import atomic, compiler, tables
 from replayssm_cute import target as targets
-from replayssm_cute.config import TileConfig, usual_tail
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 from replayssm_cute.resources import Resources
 from replayssm_cute.target import Target

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from replayssm_cute import dtypes, target
-from replayssm_cute.config import TileConfig, default_config
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
 
 from .argument_kinds import count, sizes

@@ -20,7 +20,8 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
 
 from replayssm_cute import compiler, target
-from replayssm_cute.config import TileConfig, default_config, usual_tail
+from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import Problem
 
 from . import acceptance, space

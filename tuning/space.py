@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 
-from replayssm_cute.config import P_TILE, TileConfig, default_config, usual_tail
+from replayssm_cute.config import P_TILE, TileConfig
+from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.target import Target
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import SHORT_WINDOW, TileConfig, default_config
+from ..config import SHORT_WINDOW, TileConfig
+from ..default_rule import default_config
 from ..problem import Problem
 from ..target import Target
 from . import files

@@ -1,0 +1,79 @@
+"""The tile config that serves where no table answers.
+
+Not part of the kernels' fingerprint: it says which kernel runs, not what a kernel is.
+"""
+
+from __future__ import annotations
+
+from .config import P_TILE, SHARED_RESERVED, SHORT_WINDOW, SKIPPED, TileConfig, first_tiles
+from .problem import Problem
+from .target import Target
+
+# Heads a multiprocessor up to which a head is split over two CTAs; from which 2-byte states take two tiles a warp; from
+# which f32 states take two heads a CTA, narrower ones too, and f32 ones four.
+FEW, WIDE, SOME, MANY, MOST = 2.5, 3, 8, 30, 160
+IN_FLIGHT = 80 << 10  # bytes of state that the CTAs of a multiprocessor should have asked for
+
+
+def usual_tail(problem: Problem, target: Target) -> int:
+    """`tail_rows` that give every multiprocessor about eight single heads, two to three waves of small CTAs.
+
+    Measured on one H200, 128 heads, f32, T 4, with an earlier kernel: 8 rows beat 0 and 16 at batch 64 (87.4, 92.3 and
+    89.5 us) and 256.
+    """
+    return max(1, round(8 * target.sms / problem.heads))
+
+
+def resident(problem: Problem, config: TileConfig, target: Target) -> int:
+    """CTAs that a multiprocessor's shared memory holds."""
+    return target.shared_per_sm // (config.shared_bytes(problem) + SHARED_RESERVED)
+
+
+def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
+    """One head a CTA for small batches, several for large ones.
+
+    Measured on one H200, W 16 (heads a multiprocessor in brackets). f32, 128 heads, T 4 and T 1: one head a CTA is best
+    up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64: two take 24.5 and
+    78.8 us, one 27.6 and 88.2. 16 heads, T 6: split in two, heads take 4.7 us at batch 4 and 7.2 at 16, whole ones 5.1
+    and 7.8. bf16, T 4: two tiles a warp 6.6 us at batch 4, one 6.9; two heads of two tiles 47.7 us at batch 64 and
+    176.4 at 256, four of one tile 49.5 and 178.1. A head whose state is larger than the target's shared
+    memory is split over the fewest CTAs that hold it.
+
+    Raises:
+        ValueError: if nothing fits.
+    """
+    work, tail = batch * problem.heads / target.sms, usual_tail(problem, target)
+    narrow, long = problem.read_bytes < 4, problem.window > SHORT_WINDOW
+    options: list[TileConfig] = []
+    if narrow and work >= MANY and not long:
+        options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in (7, 4, 1)]
+    elif narrow and work >= MANY:
+        # A long window's inputs take as much shared memory as 2-byte states: B from L2 lets more CTAs in. At batch 256
+        # W 32 takes 194 us so (two stages, B kept: 202), W 64 251 us (283).
+        options = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
+    elif not narrow and work >= SOME:
+        options = [TileConfig(n, tail_rows=tail) for n in ((4, 2) if work >= MOST else (2,))]
+    options = [c for c in options if c.is_valid(problem, target)]
+    if options:  # fewer heads a CTA where a long window's x takes the room of CTAs
+        state = problem.head_dim * problem.d_state * problem.read_bytes
+        return max(options, key=lambda c: min(IN_FLIGHT, state * c.stages * resident(problem, c, target)))
+    # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
+    keep_b = not narrow or problem.window <= 2 * SKIPPED
+    wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
+    enough = work >= (WIDE if narrow else SOME)
+    if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
+        return wide
+    for split in range(2 if work < FEW and not narrow else 1, problem.head_dim // P_TILE + 1):
+        config = TileConfig(head_split=split, keep_b=keep_b)
+        if config.is_valid(problem, target):
+            return config
+    whole = TileConfig(keep_b=keep_b)
+    raise ValueError(
+        f"config: no tile config of {problem.label()} fits {target.name}: {whole.invalid_reason(problem, target)}"
+    )
+
+
+def default_configs(problem: Problem, target: Target) -> list[TileConfig]:
+    """Every config that the default rule gives for some batch, for the smallest batches first."""
+    starts = (1, *(int(-(-n * target.sms // problem.heads)) for n in (FEW, WIDE, SOME, MANY, MOST)))
+    return list(dict.fromkeys(default_config(problem, target, max(batch, 1)) for batch in starts))
