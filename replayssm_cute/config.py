@@ -40,6 +40,8 @@ class TileConfig:
             byte, fewer warps.
         keep_b: whether B of the ring stays in shared memory, where flushes find it. Without, they read it from L2
             again, and a long window leaves room for more CTAs.
+        ring_first: whether a CTA works on the ring (B·C, decays, weights) before it waits for its first state. Less is
+            left to do when the state comes, which bandwidth delays but for the smallest batches.
     """
 
     heads_per_cta: int = 1
@@ -51,6 +53,7 @@ class TileConfig:
     parallel_heads: int = 1
     tiles_per_warp: int = 1
     keep_b: bool = True
+    ring_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
@@ -60,8 +63,9 @@ class TileConfig:
         rows = self.tail_rows
         if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows < 2**31:
             raise ValueError(f"config: tail_rows is {rows!r}, expected 0 or a positive int below 2^31")
-        if not isinstance(self.keep_b, bool):
-            raise ValueError(f"config: keep_b is {self.keep_b!r}, expected a bool")
+        for name in ("keep_b", "ring_first"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"config: {name} is {value!r}, expected a bool")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -82,13 +86,14 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3 t8', with two heads at a time 'h4/2 ...', B from L2 '... t8 l2'."""
+        """Short and readable: 'h4 s2 p1 live c3 t8', two heads at a time 'h4/2 ...'; at the end 'l2' and 'rf'."""
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
         text = (
             f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
         )
-        return text + (f" t{self.tail_rows}" if self.tail_rows else "") + ("" if self.keep_b else " l2")
+        text += f" t{self.tail_rows}" if self.tail_rows else ""
+        return text + ("" if self.keep_b else " l2") + (" rf" if self.ring_first else "")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "i8, T 17, W 33": (dataclasses.replace(FOUR, **I8, tokens=17, window=33), TWO_TURNS),
     "f8, stochastic": (dataclasses.replace(BASE, **F8, **WIDE, philox_rounds=10), BYTE_ONE),
     "f8, stochastic, rows of 64 bytes": (dataclasses.replace(FOUR, **F8, philox_rounds=7), TWO_TURNS),
+    "i8, ring first, two turns": (dataclasses.replace(FOUR, **I8), TileConfig(2, 2, ring_first=True)),
     "f8, B from L2": (dataclasses.replace(BASE, **F8, **WIDE), TileConfig(keep_b=False)),
     "i8, stochastic, W 32, B from L2, two turns": (
         dataclasses.replace(FOUR, **I8, philox_rounds=10, window=32),

@@ -142,18 +142,19 @@ class StepKernel(Phases):
             if flush:
                 self.write_back.rewrite.prefetch(tensors, row, share, thread)
 
-        # the first head's read-out: its state was asked for before everything that waits for the cursors
+        # The first state was asked for before everything that waits for the cursors. It comes before the ring where
+        # the memory is idle; where it is not, what can be done without it is done meanwhile.
+        ring_first = self.spec.config.ring_first
         read_out = self.new_read_out(shared, scales, thread)
-        self.next_read_out(read_out, shared, pipe, Int32(0), Int32(0), thread)
-        if cutlass.const_expr(self.refills):
-            if not flush:
-                cute.arch.sync_warp()
-                self.copies.refill(pipe, 0, 0, share, row, thread)
+        if cutlass.const_expr(not ring_first):
+            self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
         self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
         cute.arch.sync_threads()
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)
             cute.arch.sync_threads()
+        if cutlass.const_expr(ring_first):
+            self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
         # A CTA's only turn flushes before it makes the outputs: the write takes longest.
         if cutlass.const_expr(self.only_turn):
             if flush:
@@ -162,6 +163,17 @@ class StepKernel(Phases):
         self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
+
+    @cute.jit
+    def first_read_out(
+        self, read_out: ReadOut, shared: Shared, pipe: Pipe, share: Share, row: Row, flush, thread: Thread
+    ):
+        """Read the first turn's state out; without a flush its stage is free then."""
+        self.next_read_out(read_out, shared, pipe, Int32(0), Int32(0), thread)
+        if cutlass.const_expr(self.refills):
+            if not flush:
+                cute.arch.sync_warp()
+                self.copies.refill(pipe, 0, 0, share, row, thread)
 
     @cute.jit
     def turns(
