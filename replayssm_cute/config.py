@@ -40,8 +40,9 @@ class TileConfig:
             byte, fewer warps.
         keep_b: whether B of the ring stays in shared memory, where flushes find it. Without, they read it from L2
             again, and a long window leaves room for more CTAs.
-        ring_first: whether a CTA works on the ring (B·C, decays, weights) before it waits for its first state. Less is
-            left to do when the state comes, which bandwidth delays but for the smallest batches.
+        ring_first: whether a CTA does all that needs no state (B·C, decays, weights, what the ring contributes) before
+            it waits for a state. Less is left to do when the state comes, which bandwidth delays but for the smallest
+            batches; and fewer registers are taken.
     """
 
     heads_per_cta: int = 1

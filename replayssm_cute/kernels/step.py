@@ -154,13 +154,14 @@ class StepKernel(Phases):
             self.append_and_weigh(tensors, shared, row, share, thread)
             cute.arch.sync_threads()
         if cutlass.const_expr(ring_first):
-            self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
-        # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-        if cutlass.const_expr(self.only_turn):
-            if flush:
-                turn = self.turn(share, share.rows.side, 0)
-                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
-        self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
+            self.turns_ring_first(tensors, shared, pipe, row, share, thread, read_out, flush)
+        else:
+            # A CTA's only turn flushes before it makes the outputs: the write takes longest.
+            if cutlass.const_expr(self.only_turn):
+                if flush:
+                    turn = self.turn(share, share.rows.side, 0)
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+            self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
 
@@ -204,6 +205,39 @@ class StepKernel(Phases):
                         if not flush:
                             cute.arch.sync_warp()
                             self.copies.refill(pipe, i + 1, stage, share, row, thread)
+
+    @cute.jit
+    def turns_ring_first(
+        self, tensors: Tensors, shared: Shared, pipe: Pipe, row: Row, share: Share, thread: Thread, read_out, flush
+    ):
+        """Head by head: what the ring and the new tokens contribute, then the wait for the state, outputs and flush."""
+        config = self.spec.config
+        stage, phase = Int32(0), Int32(0)
+        for i in cutlass.range(share.turns, unroll=1):
+            turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
+            sums, gates = self.contributions(tensors, shared, turn, row, thread)
+            self.next_read_out(read_out, shared, pipe, stage, phase, thread)
+            if cutlass.const_expr(self.refills):
+                if not flush:
+                    cute.arch.sync_warp()
+                    self.copies.refill(pipe, i, stage, share, row, thread)
+            if cutlass.const_expr(self.only_turn):
+                if flush:
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+            self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
+            if cutlass.const_expr(not self.only_turn):
+                if flush:
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+                cute.arch.sync_warp()
+                if cutlass.const_expr(self.refills):
+                    if flush:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        self.copies.refill(pipe, i, stage, share, row, thread)
+                stage, phase = following(stage, phase, config.stages)
+                if cutlass.const_expr(self.spec.problem.scaled):
+                    if i + 1 < share.turns:
+                        later = turn.head + config.parallel_heads
+                        self.scales.ask(read_out.scales, tensors.scale, row.slot, later, share.rows.p0, thread.g)
 
     def new_read_out(self, shared: Shared, scales, thread: Thread) -> ReadOut:
         """Room for a turn's S·C; C is in shared memory."""
