@@ -9,9 +9,9 @@ from .config import P_TILE, SHARED_RESERVED, SHORT_WINDOW, SKIPPED, TileConfig, 
 from .problem import Problem
 from .target import Target
 
-# Heads a multiprocessor up to which a head is split over two CTAs; from which 2-byte states take two tiles a warp; from
-# which f32 states take two heads a CTA, narrower ones too, and f32 ones four.
-FEW, WIDE, SOME, MANY, MOST = 2.5, 3, 8, 30, 160
+# Heads a multiprocessor from which states below 4 bytes take two tiles a warp; from which f32 states take two heads a
+# CTA, narrower ones too, and f32 ones four.
+WIDE, SOME, MANY, MOST = 3, 8, 30, 160
 IN_FLIGHT = 80 << 10  # bytes of state that the CTAs of a multiprocessor should have asked for
 
 
@@ -34,9 +34,8 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
 
     Measured on one H200, W 16 (heads a multiprocessor in brackets). f32, 128 heads, T 4 and T 1: one head a CTA is best
     up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64: two take 24.5 and
-    78.8 us, one 27.6 and 88.2. 16 heads, T 6: split in two, heads take 4.7 us at batch 4 and 7.2 at 16, whole ones 5.1
-    and 7.8. bf16, T 4: two tiles a warp 6.6 us at batch 4, one 6.9; two heads of two tiles 47.7 us at batch 64 and
-    176.4 at 256, four of one tile 49.5 and 178.1. A head whose state is larger than the target's shared
+    78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.6 us at batch 4, one 6.9; two heads of two tiles 47.7 us
+    at batch 64 and 176.4 at 256, four of one tile 49.5 and 178.1. A head whose state is larger than the target's shared
     memory is split over the fewest CTAs that hold it.
 
     Raises:
@@ -63,7 +62,7 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     enough = work >= (WIDE if narrow else SOME)
     if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
         return wide
-    for split in range(2 if work < FEW and not narrow else 1, problem.head_dim // P_TILE + 1):
+    for split in range(1, problem.head_dim // P_TILE + 1):
         config = TileConfig(head_split=split, keep_b=keep_b)
         if config.is_valid(problem, target):
             return config
@@ -75,5 +74,5 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
 
 def default_configs(problem: Problem, target: Target) -> list[TileConfig]:
     """Every config that the default rule gives for some batch, for the smallest batches first."""
-    starts = (1, *(int(-(-n * target.sms // problem.heads)) for n in (FEW, WIDE, SOME, MANY, MOST)))
+    starts = (1, *(int(-(-n * target.sms // problem.heads)) for n in (WIDE, SOME, MANY, MOST)))
     return list(dict.fromkeys(default_config(problem, target, max(batch, 1)) for batch in starts))

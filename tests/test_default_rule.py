@@ -20,12 +20,12 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
 @pytest.mark.parametrize(
     ("change", "batch", "config"),
     [
-        ({}, 1, TileConfig(head_split=2)),
+        ({}, 1, TileConfig()),
         ({}, 4, TileConfig()),
         ({}, 16, TileConfig(2, tail_rows=8)),
         ({}, 128, TileConfig(2, tail_rows=8)),
         ({}, 256, TileConfig(4, tail_rows=8)),
-        ({"heads": 16, "groups": 1, "tokens": 6}, 16, TileConfig(head_split=2)),
+        ({"heads": 16, "groups": 1, "tokens": 6}, 16, TileConfig()),
         ({"heads": 112}, 256, TileConfig(2, tail_rows=9)),  # 14 heads a group do not divide by 4
         ({"window": 32}, 256, TileConfig(4, tail_rows=8)),
         ({"window": 64}, 256, TileConfig(2, tail_rows=8)),  # four heads' x would leave room for two CTAs
