@@ -44,7 +44,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     work, tail = batch * problem.heads / target.sms, usual_tail(problem, target)
     narrow, long = problem.read_bytes < 4, problem.window > SHORT_WINDOW
     options: list[TileConfig] = []
-    if narrow and work >= MANY and not long:
+    if narrow and work >= MANY and problem.rewrites:  # a flush takes more registers than a cap would leave
+        options = [TileConfig(n, 1 if long else 2, tail_rows=tail, keep_b=not long) for n in (4, 2)]
+    elif narrow and work >= MANY and not long:
         options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in (7, 4, 1)]
     elif narrow and work >= MANY:
         # A long window's inputs take as much shared memory as 2-byte states: B from L2 lets more CTAs in. At batch 256
