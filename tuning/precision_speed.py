@@ -47,7 +47,8 @@ def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileC
         TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4),
     ]
     spared = [c for config in kept if (c := space.without_b(config, problem, where))]
-    found = [default_config(problem, where, batch), *kept, *spared]
+    ring_first = [dataclasses.replace(c, ring_first=True) for c in kept]
+    found = [default_config(problem, where, batch), *kept, *ring_first, *spared]
     return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
 
 
