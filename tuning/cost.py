@@ -5,12 +5,13 @@ that `head_split` makes) one after the other. The time per piece can be below no
   bandwidth  S, a piece's bytes at the multiprocessor's share of the read limit;
   latency    (S + a refill's round trip + dependent work) / pieces in flight (Little's law);
   chain      a piece's dependent work and its part of a CTA's start / resident CTAs;
-  issue      the issue time of a piece's warps, of spills, and of its part of a CTA's start.
+  issue      the issue time of a piece's warps, of spills and B read again, and of its part of a CTA's start.
 They are joined by a p-norm. A start waits for cursors, ring and B·C, behind first states: its CTA's own, and where
 there are more stages than one, the other CTAs' too. Fewer registers than the kernel wants lengthen chain and issue:
-loads can no longer be asked for ahead. To the pieces' time come the starts of the first waves, while CTAs still go in
-step and nothing hides them; slots that get more pieces than others; the flush that the last CTAs may still have to do;
-and a fixed launch term.
+loads can no longer be asked for ahead. Work grows with the ring rows that a piece contracts over and a flush folds in;
+where B is not kept for flushes, they wait for a trip to L2. To the pieces' time come the starts of the first waves,
+while CTAs still go in step and nothing hides them; slots that get more pieces than others; the flush that the last CTAs
+may still have to do; and a fixed launch term.
 
 The constants (`Constants`) are fitted to timings by `fit.py` and kept in `data/`, with what they were fitted to and how
 well they fit, also to a batch size that the fit has not seen. No GPU but that one has been fitted: for the others only
@@ -129,8 +130,7 @@ class Guess:
 def usual_registers(problem: Problem, config: TileConfig) -> int:
     """Registers that compiled kernels take where nothing caps them.
 
-    Read from 590 kernels for sm_90a, of which six in seven are within 15% of it. Bf16 needs fewest: its states come out of
-    shared memory as the tensor cores take them. Float16 is scaled besides. Long states leave fewer loads ahead.
+    Read from 590 kernels for sm_90a, of which six in seven are within 15% of it.
     """
     tiles, whole = config.tiles_per_warp, config.ring == "whole"
     if tiles > 2:
