@@ -10,6 +10,7 @@ PLAN ?= tuning/plans/nemotron3-super.toml
 TUNE_ARGS ?= --tp 1 --budget 225s
 PYTEST_ARGS ?=
 SANITIZE_ARGS ?=
+COMPILE_ARGS ?=
 ESTIMATE_ARGS ?=
 
 comma := ,
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv tune estimates test test-gpu sanitize lint format clean
+.PHONY: help venv tune estimates test test-gpu compile-shipped sanitize lint format clean
 
 help:
 	@echo 'make venv      create $(VENV) and install the project with constraints.txt and the extras [$(EXTRAS)]'
@@ -25,6 +26,7 @@ help:
 	@echo 'make estimates make the estimated tables that the package brings anew, for the kernels in the tree; no GPU needed'
 	@echo 'make test      run the tests'
 	@echo "make test-gpu  run only the tests that need a GPU; with PYTEST_ARGS='-m two_gpus' those that need two"
+	@echo 'make compile-shipped  compile every config that a shipped table names, for its target; no GPU needed'
 	@echo 'make sanitize  run every kind of kernel under compute-sanitizer; needs a GPU and the tool'
 	@echo 'make lint      ruff format --check, ruff check, mypy'
 	@echo 'make format    let ruff format and fix'
@@ -56,6 +58,9 @@ test: venv
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+compile-shipped: venv
+	$(BIN)/python tests/compile_shipped.py $(COMPILE_ARGS)
 
 sanitize: venv
 	$(BIN)/python tests/sanitize.py $(SANITIZE_ARGS)

@@ -20,8 +20,7 @@ from .target import Target
 
 ARCHES = ("sm_100a", "sm_103a")
 ROWS = 128  # M of the MMA: rows of the state that a CTA takes at a time
-COLUMNS = 16  # N of the MMA: tokens, padded; 8 is not legal beside M = 128 in every description of the instruction
-MOST_ROWS = 16  # of the window and of new tokens
+COLUMNS = 16  # N of the MMA comes in steps of it beside M = 128
 MANY = 48  # heads a multiprocessor from which CTAs take turns
 WARPS = 4  # of the epilogue: a warp can read 32 of tensor memory's 128 lanes; one more warp issues copies and MMAs
 TENSOR_COLUMNS = 512  # of tensor memory, for all CTAs of a multiprocessor
@@ -31,12 +30,8 @@ ALIGNMENT = 1024  # bytes: period of the 128-byte swizzle
 
 def uncovered(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem on any GPU, or None if it can."""
-    if problem.ragged:
-        return "rows of lengths of their own are the portable kernel's"
     if problem.rewrites or problem.precision != "default":
         return "8-bit states, read copies, stochastic rounding and the highest precision are the portable kernel's"
-    if max(problem.window, problem.tokens) > MOST_ROWS:
-        return f"W = {problem.window}, T = {problem.tokens}: at most {MOST_ROWS} of each"
     if ROWS % problem.head_dim:
         return f"head_dim {problem.head_dim} does not divide the {ROWS} rows of an MMA"
     if problem.heads_per_group % (ROWS // problem.head_dim):
@@ -123,7 +118,7 @@ class Sm100Config(TileConfig):
             return (
                 f"ctas_per_sm {self.ctas_per_sm} needs {threads} threads, {target.name} holds {target.threads_per_sm}"
             )
-        columns = tensor_columns(self) * self.resident(problem, target)
+        columns = tensor_columns(problem, self) * self.resident(problem, target)
         if columns > TENSOR_COLUMNS:
             return f"resident CTAs need {columns} columns of tensor memory, a multiprocessor has {TENSOR_COLUMNS}"
         return None
@@ -134,9 +129,14 @@ class Sm100Config(TileConfig):
         return max(1, min(by_memory, target.threads_per_sm // ((WARPS + 1) * WARP)))
 
 
-def tensor_columns(config: TileConfig) -> int:
+def token_columns(problem: Problem) -> int:
+    """Columns of a turn's accumulators, N of the MMA: the new tokens, padded."""
+    return -(-problem.tokens // COLUMNS) * COLUMNS
+
+
+def tensor_columns(problem: Problem, config: TileConfig) -> int:
     """Columns of tensor memory that a CTA allocates: accumulators of its own for each turn."""
-    return max(LEAST_COLUMNS, 1 << (COLUMNS * config.turns - 1).bit_length())
+    return max(LEAST_COLUMNS, 1 << (token_columns(problem) * config.turns - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,14 @@ def tensor_layout(problem: Problem, config: TileConfig) -> TensorLayout:
     """Where this kernel keeps what its MMAs need."""
     c = -(-shared_layout(problem, config).total // ALIGNMENT) * ALIGNMENT
     blocks = problem.d_state * problem.state_bytes // 128
-    full = c + blocks * COLUMNS * 128
+    c_block = token_columns(problem) * 128
+    full = c + blocks * c_block
     done = full + 8 * config.stages
     empty = done + 8 * config.turns
     read = empty + 8 * config.stages
     base = read + 8
     total = -(-(base + 4) // 128) * 128
-    return TensorLayout(c, COLUMNS * 128, full, done, empty, read, base, tensor_columns(config), total)
+    return TensorLayout(c, c_block, full, done, empty, read, base, tensor_columns(problem, config), total)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f16", "pdl": True},
     {"heads": 24, "head_dim": 128, "d_state": 256, "groups": 1, "index_dtype": None},
     {"heads": 80, "d_state": 64, "groups": 1, "tokens": 2, "window": 7, "d_dtype": None, "dt_bias_dtype": None},
+    {"ragged": True, "has_z": True},
+    {"ragged": True, "tokens": 12, "window": 40, "state_dtype": "bf16", "pdl": True},
+    {"tokens": 32, "window": 64, "state_dtype": "bf16"},
 )
 PROBLEMS = tuple(dataclasses.replace(_BASE, **change) for change in _CHANGES)
 

@@ -44,6 +44,19 @@ CASES: dict[str, tuple[Problem, Sm100Config]] = {
     "gaps everywhere, two turns": case({"heads": 4, "compact": False}, turns=2),
     "nothing optional": case({**BARE}),
     "nothing optional, two turns": case({**BARE, "heads": 4}, turns=2),
+    "W 32, two turns": case({"heads": 4, "window": 32}, turns=2),
+    "T 17, W 24: columns for 32 tokens": case({"tokens": 17, "window": 24, "heads": 4}, turns=2),
+    "T 32, W 64, bf16": case({"tokens": 32, "window": 64, "state_dtype": "bf16"}),
     "behind another kernel": case({"pdl": True, "d_state": 128}),
     "behind another kernel, three turns, two stages": case({"heads": 6, "pdl": True}, turns=3, stages=2),
+}
+
+# Rows with lengths of their own; see `ragged_call`.
+RAGGED: dict[str, tuple[Problem, Sm100Config]] = {
+    "ragged": case({"heads": 4, "groups": 2, "ragged": True}),
+    "ragged, three turns, two stages, a tail": case({"heads": 6, "ragged": True}, turns=3, stages=2, tail_rows=2),
+    "ragged, whole, heads of 128 rows": case({"head_dim": 128, "ragged": True}, ring="whole"),
+    "ragged, behind another kernel, bf16, T 9, W 40": case(
+        {"ragged": True, "pdl": True, "state_dtype": "bf16", "tokens": 9, "window": 40}
+    ),
 }

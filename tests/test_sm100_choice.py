@@ -201,8 +201,8 @@ def test_every_resident_cta_finds_tensor_memory(monkeypatch: pytest.MonkeyPatch)
     small = dataclasses.replace(SUPER, d_state=64, state_dtype="bf16", heads=128, groups=1)
     for turns in (1, 2, 4, 8, 16, 32):
         config = Sm100Config.of(small, turns=turns)
-        assert tensor_columns(config) >= 16 * turns and tensor_columns(config) in (32, 64, 128, 256, 512)
-        fits = tensor_columns(config) * config.resident(small, B200) <= 512
+        assert tensor_columns(small, config) >= 16 * turns and tensor_columns(small, config) in (32, 64, 128, 256, 512)
+        fits = tensor_columns(small, config) * config.resident(small, B200) <= 512
         fits &= config.shared_bytes(small) <= B200.shared_per_block
         assert (config.invalid_reason(small, B200) is None) == fits
     monkeypatch.setattr(Sm100Config, "resident", lambda *_: 3)  # today shared memory lets none in that would wait

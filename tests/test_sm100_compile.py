@@ -33,6 +33,8 @@ LARGE = dataclasses.replace(SUPER, heads=24, head_dim=128, d_state=256, groups=1
 F16 = dataclasses.replace(
     SUPER, state_dtype="f16", io_dtype="f16", dt_dtype="f16", d_dtype=None, d_state=64, compact=False
 )
+RAGGED = dataclasses.replace(SUPER, ragged=True, window=32)
+LONG = dataclasses.replace(SUPER, tokens=32, window=64, state_dtype="bf16")
 # (problem, config, CTAs that a multiprocessor is meant to hold)
 CASES = [
     (SUPER, Sm100Config.of(SUPER), 2),
@@ -41,6 +43,8 @@ CASES = [
     (BF16, Sm100Config.of(BF16, turns=2, stages=2), 2),
     (LARGE, Sm100Config.of(LARGE), 1),
     (F16, Sm100Config.of(F16, turns=4, stages=2), 2),
+    (RAGGED, Sm100Config.of(RAGGED, turns=2), 1),
+    (LONG, Sm100Config.of(LONG), 1),
 ]
 NAMES = {
     "UTCHMMA": "tcgen05.mma",
@@ -208,10 +212,10 @@ def test_the_state_lies_where_mma_and_flush_look_for_it(kind: str, d_state: int,
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16, 17, 32])
 def test_every_output_of_a_turn_has_one_owner(head_dim: int, tokens: int) -> None:
     """Row of the MMA -> lane of tensor memory -> warp and fragment -> (head, row of P, token), each of them once."""
-    problem = dataclasses.replace(SUPER, head_dim=head_dim, tokens=tokens)
+    problem = dataclasses.replace(SUPER, head_dim=head_dim, tokens=tokens, window=32)
     spec = BLACKWELL.module("sm100/step").Sm100StepKernel(problem, Sm100Config.of(problem)).spec
     owners = np.zeros((ROWS // head_dim, head_dim, spec.tokens_pad), int)
     for warp, tile, n, lane, e in itertools.product(
@@ -226,7 +230,7 @@ def test_every_output_of_a_turn_has_one_owner(head_dim: int, tokens: int) -> Non
         p = p0 + 16 * tile + g + 8 * (e // 2)
         assert (tensor_lane // head_dim, tensor_lane % head_dim) == (side, p), "the row that the MMA has there"
         owners[side, p, column] += 1
-    assert (owners == 1).all() and spec.tokens_pad <= COLUMNS
+    assert (owners == 1).all() and spec.tokens_pad <= spec.columns == (COLUMNS if tokens <= COLUMNS else 2 * COLUMNS)
 
 
 # ---- what our kernel compiles to -------------------------------------------------------------------

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_cases import BASE, every_pnat_call, example_call
+from simulated_cases import BASE, every_pnat_call, example_call, ragged_call
 from simulator.blackwell import BlackwellCta, BlackwellRun, BlackwellSource
 from simulator.launch import Run
-from sm100_cases import CASES
-from test_step_indices import TWO_WAYS, Rows, check_global
+from sm100_cases import CASES, RAGGED
+from test_step_indices import TWO_WAYS, Rows, check_global, check_ragged
 
 from replayssm_cute import compare
 from replayssm_cute.config import TileConfig
-from replayssm_cute.sm100 import COLUMNS, ROWS, Sm100Config, covers, uncovered
+from replayssm_cute.sm100 import ROWS, Sm100Config, covers, uncovered
 
 
 def check_tensor_memory(run: BlackwellRun, cta: BlackwellCta, rows: Rows) -> None:
@@ -34,7 +34,8 @@ def check_tensor_memory(run: BlackwellRun, cta: BlackwellCta, rows: Rows) -> Non
     first = cta.tensor.base
     expected = np.zeros_like(cta.tensor.reads)
     for turn in range(turns):
-        expected[:, first + turn * COLUMNS : first + turn * COLUMNS + spec.tokens_pad] = 1
+        column = first + turn * spec.columns
+        expected[:, column : column + spec.tokens_pad] = 1
     assert (cta.tensor.reads == expected).all()
 
 
@@ -53,7 +54,7 @@ def check_state_and_operand(run: BlackwellRun, cta: BlackwellCta, rows: Rows) ->
     assert (shared.read_words[state][: np.prod(shape)].reshape(shape) == 2 * flushed).all(), "to change, and to store"
     assert not shared.read_matrices[state].any()
     blocks = p.d_state * p.state_bytes // 128
-    operand = shared.written[shared.span("operand")][: blocks * COLUMNS * 32].reshape(blocks, COLUMNS, 32)
+    operand = shared.written[shared.span("operand")][: blocks * spec.columns * 32].reshape(blocks, spec.columns, 32)
     assert (operand[:, : p.tokens] == 1).all() and not operand[:, p.tokens :].any()
 
 
@@ -75,6 +76,37 @@ def test_a_whole_step(name: str) -> None:
     two_ways = TWO_WAYS | {"sm100/operands.stage"}
     assert {where: ways for where, ways in run.conflicts.items() if ways > (2 if where in two_ways else 1)} == {}
     assert run.unfinished == [], "a CTA ended while copies were on their way"
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_rows(name: str) -> None:
+    """Rows of lengths of their own, empty ones and tokens of no row among them."""
+    problem, config = RAGGED[name]
+    call = ragged_call(problem)
+    before = call.clone()
+    run = BlackwellRun(problem, config, call)
+    check_ragged(run, before, call)
+    assert run.unfinished == []
+
+
+RAGGED_SLIPS = {
+    "states refilled as if every row were as long as the longest": (
+        "entry.new.length, spec.problem.window",
+        "spec.problem.tokens, spec.problem.window",
+    ),
+    "what belongs to no row is left as it was": ("self.tokens.zero_tail(", "(lambda *_: None)("),
+}
+
+
+@pytest.mark.parametrize("slip", RAGGED_SLIPS)
+def test_ragged_slips_are_seen(slip: str) -> None:
+    problem, config = RAGGED["ragged, three turns, two stages, a tail"]
+    call = ragged_call(problem)
+    before = call.clone()
+    with pytest.raises(AssertionError):
+        check_ragged(
+            BlackwellRun(problem, config, call, BlackwellSource(("sm100/step", *RAGGED_SLIPS[slip]))), before, call
+        )
 
 
 @pytest.mark.parametrize("name", ["plain", "two turns, one stage", "bf16, two turns", "heads of 128 rows", "T 9, W 11"])
@@ -118,12 +150,12 @@ SLIPS = {
     "K twice the same": ("operands", "+ step * K_BYTES % 128", "", "error"),
     "C without its swizzle": ("operands", "(chunk % 8) ^ (token % 8)", "chunk % 8", "error"),
     "C of f16 for bf16": ("operands", '"bf16": 1, "f16": 0', '"bf16": 0, "f16": 1', "error"),
-    "N of 8": ("operands", "COLUMNS // 8 << 17", "1 << 17", "\\(128, 8\\)"),
+    "N of 8": ("operands", "columns // 8 << 17", "1 << 17", "\\(128, 8\\)"),
     "lanes of another warp": ("step", "(warp * spec.warp_rows << 16)", "((3 - warp) * spec.warp_rows << 16)", "lane"),
     "tiles of a warp exchanged": ("step", "(P_TILE * tile << 16)", "(P_TILE * (1 - tile) << 16)", "error"),
     "tokens of the next tile": ("step", "<< 16) + 8 * n", "<< 16) + 8 * (n + 1)", "not awaited"),
-    "sums of the first turn again": ("step", "read_out, base + i * COLUMNS", "read_out, base", "error"),
-    "one set of sums for all turns": ("step", "address, base + i * COLUMNS", "address, base", "under way"),
+    "sums of the first turn again": ("step", "read_out, base + i * spec.columns", "read_out, base", "error"),
+    "one set of sums for all turns": ("step", "address, base + i * spec.columns", "address, base", "under way"),
     "MMAs that do not add": ("step", "operands.shape, step > 0", "operands.shape, False", "error"),
     "a first MMA that adds": ("step", "operands.shape, step > 0", "operands.shape, True", "adds to sums"),
     "no wait for the sums": (

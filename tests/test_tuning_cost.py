@@ -25,6 +25,7 @@ PLAIN = TileConfig()
 UNIFORM = stationary((0.25,) * 4, 16)
 H200 = targets.named("h200")
 SMALLEST = PLAIN.shared_bytes(SUPER)
+SWEEP, WINDOWS = cost.DATA.with_name("sweep_h200.jsonl.gz"), cost.DATA.with_name("windows_h200.jsonl")
 
 
 @pytest.mark.parametrize("target", [targets.named(a) for a in targets.ARCHES], ids=lambda t: t.arch)
@@ -65,20 +66,20 @@ def test_what_no_batch_wants_is_tried_last() -> None:
 
 
 def test_what_was_measured_fast_is_tried_before_what_was_slow() -> None:
-    """The order before a measurement, against a sweep that has measured ."""
-    timings, _ = fit.read([cost.DATA.parent / "sweep_h200_second_kernel.jsonl.gz"], H200)  # many slow ones too
+    """The order before a measurement, against a sweep, which had time for half of an older one."""
+    timings, _ = fit.read([SWEEP], H200)
     over: dict[TileConfig, dict[int, float]] = {}  # time over the fastest, by batch
-    for cell in fit.cells([t for t in timings if t.problem.tokens == SUPER.tokens]).values():
+    for cell in fit.cells([t for t in timings if t.problem == SUPER]).values():
         fastest = min(t.time_us for t in cell)
         for t in cell:
             over.setdefault(t.config, {})[t.batch] = t.time_us / fastest
     order = candidates.ranked(plan.Workload("w", SUPER, Acceptance("uniform", uniform=True)), H200, (1, 4, 16, 64, 256))
     place = {c: i / len(order) for i, c in enumerate(order)}
-    known = {c: min(t.values()) for c, t in over.items() if c in place and {16, 64, 256} <= set(t)}
+    known = {c: min(t.values()) for c, t in over.items() if c in place and {64, 256} <= set(t)}
     fast = [place[c] for c, least in known.items() if least < 1.05]
     slow = [place[c] for c, least in known.items() if least > 1.1]
-    assert len(fast) > 20 and len(slow) > 10
-    assert np.median(fast) < 0.2 < 0.4 < np.median(slow)
+    assert len(fast) > 50 and len(slow) > 25
+    assert np.median(fast) < 0.15 < 0.25 < np.median(slow)
 
 
 def test_a_small_target_gets_fewer_configs() -> None:
@@ -89,14 +90,17 @@ def test_a_small_target_gets_fewer_configs() -> None:
 
 
 def test_registers_are_capped_where_more_ctas_fit() -> None:
-    free = TileConfig()
-    usual, limit = cost.occupancy(SUPER, free, H200, cost.guess(SUPER, free))
-    assert limit == "registers"
-    for config in (caps := space.capped(free, SUPER, H200)):
-        assert config.is_valid(SUPER, H200)
-        more, _ = cost.occupancy(SUPER, config, H200, cost.guess(SUPER, config))
-        assert usual < more == config.ctas_per_sm
-    assert 1 <= len(caps) <= 2
+    halved = dataclasses.replace(SUPER, state_dtype="bf16")
+    for free in (TileConfig(), TileConfig(2, tiles_per_warp=2, tail_rows=8)):
+        usual, limit = cost.occupancy(halved, free, H200, cost.guess(halved, free))
+        assert limit == "registers"
+        for config in (caps := space.capped(free, halved, H200)):
+            assert config.is_valid(halved, H200)
+            more, _ = cost.occupancy(halved, config, H200, cost.guess(halved, config))
+            assert usual < more == config.ctas_per_sm
+        assert 1 <= len(caps) <= 2
+    assert TileConfig(2, tiles_per_warp=2, tail_rows=8, ctas_per_sm=7) in caps  # the fastest at batch 64 and 256
+    assert not space.capped(TileConfig(), SUPER, H200)  # states of 4 bytes leave the limit to shared memory
     assert not space.capped(TileConfig(16, 6), SUPER, H200)  # one CTA fills the shared memory
 
 
@@ -162,6 +166,23 @@ def time_us(
     return cost.estimate(problem, config, target, batch, UNIFORM, guess).time_us
 
 
+def test_winners_of_every_kind_are_tried_early() -> None:
+    """The fastest measured of each large batch, for bf16 those of two tiles a warp and capped registers."""
+    batches = (1, 4, 16, 64, 256, 512)
+    winners = [
+        ("f32", TileConfig(2, tail_rows=8)),
+        ("f32", TileConfig(4, tail_rows=8)),
+        ("bf16", TileConfig(2, tiles_per_warp=2, ctas_per_sm=7, tail_rows=8)),
+        ("bf16", TileConfig(tiles_per_warp=2)),
+        ("bf16", TileConfig(4, 2, ctas_per_sm=4, tail_rows=8)),
+        ("f16", TileConfig(2, tiles_per_warp=2, tail_rows=8)),
+    ]
+    for state, config in winners:
+        problem = dataclasses.replace(SUPER, state_dtype=state)
+        order = candidates.ranked(plan.Workload("w", problem, Acceptance("uniform", uniform=True)), H200, batches)
+        assert order.index(config) < 0.08 * len(order), (state, config)
+
+
 @pytest.mark.parametrize("config", [TileConfig(), TileConfig(4, 2), TileConfig(2, 2, 4)], ids=lambda c: c.label())
 def test_more_rows_take_longer(config: TileConfig) -> None:
     times = [time_us(config, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
@@ -176,9 +197,9 @@ def test_the_model_answers_to_what_it_knows() -> None:
     assert time_us(batch=256, shared_bytes=200_000) > 1.4 * time_us(batch=256)
     assert time_us(batch=256, stack_bytes=512) > time_us(batch=256)
     halved = dataclasses.replace(SUPER, state_dtype="bf16")
-    # measured: 325.1 over 185.7 us, 87.2 over 52.9, 26.5 over 17.9, 9.36 over 7.32: few rows are bound by other things
+    # measured: 324.9 over 178.1 us, 86.7 over 49.7, 25.6 over 16.7, 9.21 over 6.94: few rows are bound by other things
     large, wide = TileConfig(4, 2, tail_rows=8), TileConfig(tiles_per_warp=2)
-    for config, batch, measured in ((large, 256, 1.75), (large, 64, 1.65), (wide, 16, 1.48), (PLAIN, 4, 1.28)):
+    for config, batch, measured in ((large, 256, 1.82), (large, 64, 1.75), (wide, 16, 1.53), (PLAIN, 4, 1.33)):
         modelled = time_us(config, batch) / time_us(config, batch, problem=halved)
         assert modelled == pytest.approx(measured, rel=0.12), (config, batch)
     # one row keeps few multiprocessors busy where each CTA takes all heads of a group
@@ -189,19 +210,47 @@ def test_the_model_answers_to_what_it_knows() -> None:
     assert e.gbs == pytest.approx(e.bytes / e.time_us / 1e3)
 
 
-def test_a_whole_ring_costs_bytes_and_saves_a_trip() -> None:
+def test_a_whole_ring_costs_bytes_and_work() -> None:
     whole = TileConfig(ring="whole")
-    assert time_us(whole, batch=512) > 1.02 * time_us(batch=512)
-    assert time_us(whole, batch=1) == pytest.approx(time_us(batch=1), rel=0.02)  # measured: 4.93 and 4.94 us
+    assert time_us(whole, batch=512) / time_us(batch=512) == pytest.approx(1.096, abs=0.04)  # measured: 705.8, 643.9 us
+    assert time_us(whole, batch=1) / time_us(batch=1) == pytest.approx(1.10, abs=0.05)  # measured: 4.99, 4.53 us
+
+
+def test_b_from_l2_costs_time_unless_it_lets_a_cta_more_in() -> None:
+    without = lambda c: dataclasses.replace(c, keep_b=False)  # noqa: E731
+    halved = dataclasses.replace(SUPER, state_dtype="bf16")
+    # measured, with as many CTAs: 320.3 over 319.4 us, 328 over 321.7, bf16 180.9 over 178.0
+    for config, problem in (
+        (TileConfig(4, tail_rows=8), SUPER),
+        (PLAIN, SUPER),
+        (TileConfig(tiles_per_warp=2), halved),
+    ):
+        assert 1.001 < time_us(without(config), 256, problem) / time_us(config, 256, problem) < 1.03, config
+    # measured, with one CTA more: 336.2 over 353.0 us; three in place of two
+    two = TileConfig(2, 2, tail_rows=8)
+    assert time_us(without(two), 256) < 0.98 * time_us(two, 256)
+    # flushes of long windows read more: measured at W 32 208 over 202 us
+    long = dataclasses.replace(halved, window=32)
+    large = TileConfig(4, 2, tail_rows=8)
+    assert 1.01 < time_us(without(large), 256, long) / time_us(large, 256, long) < 1.05
+
+
+def test_long_windows_are_work() -> None:
+    """Beside their bytes: measured at batch 256, from W 16 to 64: f32 320.9 to 355.2 us, bf16 176.3 to 246.1."""
+    timings, _ = fit.read([WINDOWS], H200)
+    long = [t for t in timings if t.problem.window > 16]
+    assert len(long) >= 20
+    for t in long:
+        assert cost.time_us(t.load, cost.fitted()) == pytest.approx(t.time_us, rel=0.2), t
 
 
 def test_what_a_few_waves_cost() -> None:
     single, two, tailed = TileConfig(), TileConfig(2), TileConfig(4, 2, tail_rows=8)
     # four rows: a wave of single heads, or of pairs, is one wave; those of a tail alone are 512 CTAs in 396 places
-    assert time_us(tailed, 4) > 1.1 * time_us(single, 4)  # measured: 1.20
-    assert time_us(two, 4) == pytest.approx(time_us(single, 4), rel=0.2)  # measured: 0.97
+    assert time_us(tailed, 4) > 1.1 * time_us(single, 4)  # measured: 1.22
+    assert time_us(two, 4) == pytest.approx(time_us(single, 4), rel=0.2)  # measured: 1.04
     # a second stage puts every resident CTA's next state in front of the ring rows that the starts wait for
-    assert time_us(TileConfig(4, 3), 8) > time_us(TileConfig(4, 2), 8)  # measured: 1.03
+    assert time_us(TileConfig(4, 3), 8) > time_us(TileConfig(4, 2), 8)  # measured with an earlier kernel: 1.03
 
 
 @pytest.mark.parametrize(("slots", "heads"), [(1, 3), (3, 1), (5, 4), (8, 2)])
@@ -215,9 +264,11 @@ def test_the_fullest_slot_is_the_one_of_a_queue(slots: int, heads: int) -> None:
 
 
 def test_a_cap_below_the_wanted_registers_costs_time() -> None:
-    # measured: 6.4 and 5.0 us at batch 1, 405 and 342 at 256
-    assert time_us(TileConfig(ctas_per_sm=6), 1) > 1.05 * time_us(batch=1)
-    assert time_us(TileConfig(ctas_per_sm=6), 256) > time_us(batch=256)
+    # measured: 12.4 and 9.7 us at batch 4, 397.6 and 320.8 at 256
+    free = TileConfig(2, tail_rows=8)
+    capped = dataclasses.replace(free, ctas_per_sm=5)
+    assert time_us(capped, 4) > 1.05 * time_us(free, 4)
+    assert time_us(capped, 256) > time_us(free, 256)
     wide = TileConfig(4, 2, ctas_per_sm=3)  # a cap above what the kernel wants changes nothing
     assert time_us(wide) == time_us(dataclasses.replace(wide, ctas_per_sm=1))
 
@@ -245,15 +296,16 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 def test_the_constants_are_those_of_the_data_file_and_fit_the_timings_beside_it() -> None:
-    timings, _ = fit.read([cost.DATA.with_name("benchmark_h200.jsonl")], H200)
+    timings, _ = fit.read([SWEEP], H200)
     rows = [r for r in fit.judge(timings, cost.fitted()) if r["timings"] >= 10]
-    assert len(rows) == 10
-    assert max(r["rms_error"] for r in rows) < 0.15
+    assert len(rows) == 47
+    assert max(r["rms_error"] for r in rows) < 0.17  # 16 heads, batch 4; of the others less than 0.12
     assert fit.summary(rows)["median_regret"] <= 0.10
     assert fit.summary(rows)["worst_regret"] <= 0.25
-    for t in timings[:20]:  # what `fit` reads is what `estimate` answers with
-        known = cost.guess(t.problem, t.config)
-        assert cost.estimate(t.problem, t.config, H200, t.batch, UNIFORM, known).time_us == pytest.approx(
+    timings, _ = fit.read([WINDOWS], H200)  # of kernels that the journal did not see compiled
+    for t in timings:  # what `fit` reads is what `estimate` answers with
+        known, mix = cost.guess(t.problem, t.config), stationary((0.25,) * 4, t.problem.window)
+        assert cost.estimate(t.problem, t.config, H200, t.batch, mix, known).time_us == pytest.approx(
             cost.time_us(t.load, cost.fitted())
         )
 
@@ -273,7 +325,7 @@ def test_the_data_file_names_the_journals_that_it_is_fitted_to() -> None:
 
 
 def test_a_fit_finds_the_constants_behind_the_timings() -> None:
-    timings, _ = fit.read([cost.DATA.with_name("benchmark_h200.jsonl")], H200)
+    timings, _ = fit.read([SWEEP], H200)
     truth = dataclasses.replace(fit.START, launch_us=3.0, piece_us=0.5, write_factor=1.8, short_chain=3.0, norm=2.5)
     timings = [dataclasses.replace(t, time_us=cost.time_us(t.load, truth)) for t in timings]
     before, after = fit.judge(timings, fit.START), fit.judge(timings, fit.fit(timings))
@@ -287,7 +339,7 @@ def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
     cell = key | {"batch": 64, "lengths": [0.25] * 4}
     small, large = TileConfig(), TileConfig(4, 2)
     lines = [
-        {"key": key | {"kind": "compile", "config": small.to_json()}, "result": _resources(registers=64)},
+        {"key": key | {"kind": "compile", "config": small.to_json()}, "result": _resources(registers=140)},
         {"key": cell | {"kind": "race", "configs": [small.to_json()]}, "result": {"value": [{"time_us": 91.0}]}},
         {"key": cell | {"kind": "time", "config": small.to_json()}, "result": {"value": {"time_us": 95.0}}},
         {"key": cell | {"kind": "time", "config": large.to_json()}, "result": {"value": {"time_us": 88.0}}},
@@ -301,7 +353,7 @@ def test_journals_are_read_as_sweeps_write_them(tmp_path: Path) -> None:
     assert kernels == {"k"}
     assert len(fit.cells(found)) == 1
     (of_small,) = (t for t in found if t.config == small)
-    assert of_small.load.busy == 6  # 64 registers leave it to shared memory; the guessed 120 let 4 in
+    assert of_small.load.busy == 3  # 140 registers; the guessed 96 let in the 5 that shared memory holds
     # another rank compiled what this one timed, and a target that is not fitted is in the way
     foreign = {"key": lines[0]["key"] | {"arch": "sm_100a"}, "result": _resources(registers=255)}
     ranks = [tmp_path / f"journal.rank{n}.jsonl" for n in range(2)]
@@ -328,7 +380,7 @@ def _resources(**known: int) -> dict[str, int]:
 def test_the_fit_command_writes_what_the_model_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shipped = cost.DATA.with_name("benchmark_h200.jsonl")
+    shipped = WINDOWS
     monkeypatch.setattr(cost, "DATA", tmp_path / "data" / "cost.json")
     try:
         assert cli.main(["fit", str(shipped)]) == 0
@@ -346,7 +398,7 @@ def test_the_fit_command_writes_what_the_model_reads(
 
 
 def test_the_rank_correlation_shares_ties() -> None:
-    timings, _ = fit.read([cost.DATA.with_name("benchmark_h200.jsonl")], H200)
+    timings, _ = fit.read([SWEEP], H200)
     few = [t for t in timings if t.cell == timings[0].cell]
     exact = [dataclasses.replace(t, time_us=cost.time_us(t.load, fit.START)) for t in few]
     assert fit.judge(exact, fit.START)[0]["rank_correlation"] == 1.0

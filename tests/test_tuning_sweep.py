@@ -337,7 +337,9 @@ def test_the_fastest_wins_although_first_timings_are_noisy(
         screened = min((c for c in cell.candidates if c.stage == "first"), key=lambda c: true[c.config])
         winner = cell.decide(results.margin)
         assert winner is not None
-        assert true[winner.config] == min(true.values()) < true[screened.config]
+        fastest = min(true.values())
+        assert true[winner.config] <= fastest * 1.002, "interleaved ones tell 0.2% apart"
+        assert fastest < true[screened.config]
 
 
 @pytest.mark.fault(36)

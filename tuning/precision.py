@@ -167,13 +167,16 @@ def draw(found: pd.DataFrame, path: Path, title: str) -> None:
     plt = plots.plt
     windows = [w for w in found["window"].unique() if w]
     families = list(dict.fromkeys(name.removesuffix(", stochastic") for name in found["state"].unique()))
+    colours = (plots.OURS, plots.MUTED, *plots.PEER_COLOURS)
+    markers = ("",) * len(colours) + plots.PEER_MARKERS  # with a colour's second family
     with plt.rc_context(plots.STYLE):
         figure, axes = plt.subplots(1, len(windows), figsize=(4.2 * len(windows), 4.4), sharey=True, squeeze=False)
         for axis, window in zip(axes[0], windows, strict=True):
             for state, curve in found[found["window"].isin((0, window))].groupby("state", sort=False):
-                colour = f"C{families.index(state.removesuffix(', stochastic')) % 10}"
+                number = families.index(state.removesuffix(", stochastic"))
                 style = "--" if state.endswith("stochastic") else ":" if state == STANDARD else "-"
-                axis.plot(curve["token"], curve["error"], style, color=colour, lw=1.3, label=state)
+                look = {"color": colours[number % len(colours)], "lw": 1.3, "ls": style, "ms": 4, "markevery": 8}
+                axis.plot(curve["token"], curve["error"], label=state, marker=markers[number % len(markers)], **look)
             axis.set(yscale="log", xlabel="accepted tokens", title=f"W {window}")
         axes[0][0].set_ylabel("relative error of the outputs")
         handles, labels = axes[0][0].get_legend_handles_labels()

@@ -1,5 +1,6 @@
-"""Constants of the cost model, and timings of an ad-hoc benchmark on one H200 in a journal's form, to fit them to.
+"""Constants of the cost model, and the timings on H200s that they are fitted to: of the step kernel in the tree.
 
-The benchmark's first lines are of kernels older than any sweep's ("earlier", then "before"), many configs of few cells,
-bf16 among them. Its last thirty are ours of the peers run in reports/h200, one config a cell: problems without a sweep.
+From sweeps' journals, without what a fit does not read (checks, peers, limits, policies). `sweep_h200`: f32 and bf16
+states with four and one token, f16 states, 16 heads with six tokens, 96 heads of 80. `sweep_h200_two_gpus`: f32 with
+four tokens once more, on two others. `windows_h200`: the studies' windows of 8 to 64, the winners and the defaults.
 """

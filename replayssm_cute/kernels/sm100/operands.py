@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from ...sm100 import COLUMNS, ROWS
+from ...sm100 import ROWS
 from ..primitives import bits, high_half, low_half, store_words
 from ..readout_c import ReadoutC
 from .spec import Sm100Spec
@@ -30,10 +30,10 @@ def descriptor(address):
     return Int64(DESCRIPTOR) + Int64(address >> 4)
 
 
-def instruction_shape(kind: str) -> int:
+def instruction_shape(kind: str, columns: int) -> int:
     """The MMA's instruction descriptor: f32 sums, both operands of a kind, K-major, N and M."""
     code = TYPE_CODES[kind]
-    return 1 << 4 | code << 7 | code << 10 | COLUMNS // 8 << 17 | ROWS // 16 << 24
+    return 1 << 4 | code << 7 | code << 10 | columns // 8 << 17 | ROWS // 16 << 24
 
 
 class Operands:
@@ -43,7 +43,7 @@ class Operands:
         self.spec = spec
         self.readout_c = readout_c
         self.kind = "tf32" if spec.state_kind == "f32" else "f16"
-        self.shape = instruction_shape(spec.state_kind)
+        self.shape = instruction_shape(spec.state_kind, spec.columns)
         self.steps = spec.problem.d_state * spec.problem.state_bytes // K_BYTES
 
     def offset(self, step: int, block_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...problem import Problem
-from ...sm100 import ROWS, Sm100Config, tensor_layout
+from ...sm100 import ROWS, Sm100Config, tensor_layout, token_columns
 from ..spec import WARP, StepSpec
 
 
@@ -17,6 +17,7 @@ class Sm100Spec(StepSpec):
     def __init__(self, problem: Problem, config: Sm100Config) -> None:
         super().__init__(problem, config)
         self.tensor = tensor_layout(problem, config)
+        self.columns = token_columns(problem)  # of a turn's accumulators
         self.warp_rows = self.rows
         self.rows = ROWS
         self.issuer = self.warps

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...problem import Problem
 from ...ring import flushes
-from ...sm100 import COLUMNS, ROWS, Sm100Config
+from ...sm100 import ROWS, Sm100Config
 from ..bundles import Entry, Row, Share, Shared, Tensors, Thread
 from ..phases import Inputs, Phases, following
 from ..primitives import load_words
@@ -97,6 +97,8 @@ class Sm100StepKernel(Phases):
             shared = self.views(raw, address)
             share = self.share(self.rows(0, thread), head0, count, thread)
             self.epilogue(tensors, shared, barriers, entry, share, thread)
+            if cutlass.const_expr(spec.problem.ragged):
+                self.tokens.zero_tail(tensors, number, new, share, thread)
 
     # ---- the issuer
 
@@ -122,7 +124,7 @@ class Sm100StepKernel(Phases):
                     self.copies.ask(pipe, barriers.full, first + stage, stage, entry.slot32)
             allocate(address + tensor.base, tensor.columns)
             if cutlass.const_expr(self.refills):
-                flush = Boolean(flushes(Int32(tensors.pnat[entry.slot]), spec.problem.tokens, spec.problem.window))
+                flush = Boolean(flushes(Int32(tensors.pnat[entry.slot]), entry.new.length, spec.problem.window))
         # Dependents may start once every CTA has its tensor memory: one that held what is left of it, and waited
         # for this grid, would never be served. So this warp alone lets them, after its allocation.
         if cutlass.const_expr(spec.problem.pdl):
@@ -135,7 +137,7 @@ class Sm100StepKernel(Phases):
             stage, phase = Int32(0), Int32(0)
             for i in cutlass.range(turns, unroll=1):
                 cute.arch.mbarrier_wait(barriers.full + stage, phase)
-                self.start_read_out(address, base + i * COLUMNS, stage, i)
+                self.start_read_out(address, base + i * spec.columns, stage, i)
                 if cutlass.const_expr(self.refills):
                     if i + config.stages < turns:
                         if flush:
@@ -228,7 +230,7 @@ class Sm100StepKernel(Phases):
             turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
             sums, gates = self.contributions(tensors, shared, turn, row, thread)
             cute.arch.mbarrier_wait(barriers.done + i, 0)
-            self.take_read_out(read_out, base + i * COLUMNS, thread.warp)
+            self.take_read_out(read_out, base + i * spec.columns, thread.warp)
             self.tokens.store_outputs(tensors, shared, read_out, sums, gates, turn, row.new, share.rows.p0, thread)
             if cutlass.const_expr(not self.only_turn):
                 if flush:

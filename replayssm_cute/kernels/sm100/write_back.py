@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..bundles import Row, Share, Shared, Tensors, Thread, Turn
+from ..flush_long import LongFlush
 from ..primitives import load_words, store_words
 from ..spec import P_TILE
 from ..state_tile import StateTile
@@ -20,6 +21,7 @@ class WriteBack:
     def __init__(self, spec: Sm100Spec, state_tile: StateTile, tokens: Tokens) -> None:
         self.spec = spec
         self.state_tile = state_tile
+        self.long_flush = LongFlush(spec, state_tile)
         self.tokens = tokens
 
     @cute.jit
@@ -29,8 +31,12 @@ class WriteBack:
         for tile in cutlass.range(spec.tiles, unroll=1):
             offset = turn.stage * spec.shared.stage_bytes + (thread.warp * spec.warp_rows + tile * P_TILE) * 128
             words = cute.recast_ptr(shared.raw + cute.assume(offset, divby=1024), dtype=Int32)
-            x_words = self.tokens.x_words(shared.address + (turn.inputs + tile * spec.shared.input_tile_bytes), lane)
-            self.state_tile.flush(tensors, shared, words, x_words, turn.index, row, thread)
+            inputs = shared.address + (turn.inputs + tile * spec.shared.input_tile_bytes)
+            if cutlass.const_expr(spec.long_flush):
+                self.long_flush.flush(tensors, shared, words, inputs, turn.index, row, thread)
+            else:
+                x_words = self.tokens.x_words(inputs, lane)
+                self.state_tile.flush(tensors, shared, words, x_words, turn.index, row, thread)
             cute.arch.sync_warp()
             for block in cutlass.range_constexpr(spec.blocks):
                 for first in cutlass.range_constexpr(0, P_TILE, 4):
