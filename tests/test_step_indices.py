@@ -190,7 +190,7 @@ SLIPS = {
     ),
     "a stage filled while it is stored": (
         "step",
-        "                        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+        "                    cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
         "",
         "while a store may still read it",
     ),

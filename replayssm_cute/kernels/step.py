@@ -31,7 +31,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..config import TileConfig
 from ..problem import Problem
-from .bundles import Entry, Row, Share, Shared, Tensors, Thread
+from .bundles import Entry, Row, Share, Shared, Tensors, Thread, Turn
 from .byte_state import ByteReadoutC, ByteStateTile, Scales
 from .highest import ExactStateTile
 from .phases import Inputs, Phases, following
@@ -177,6 +177,22 @@ class StepKernel(Phases):
                 self.copies.refill(pipe, 0, 0, share, row, thread)
 
     @cute.jit
+    def finish_turn(
+        self, tensors: Tensors, shared: Shared, pipe: Pipe, row: Row, share: Share, thread: Thread,
+        read_out: ReadOut, sums, gates, turn: Turn, number, flush,
+    ):  # fmt: skip
+        """A turn's outputs and its flush, after which its stage may be filled again."""
+        self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
+        if cutlass.const_expr(not self.only_turn):
+            if flush:
+                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+            cute.arch.sync_warp()
+            if cutlass.const_expr(self.refills):
+                if flush:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.copies.refill(pipe, number, turn.stage, share, row, thread)
+
+    @cute.jit
     def turns(
         self, tensors: Tensors, shared: Shared, pipe: Pipe, row: Row, share: Share, thread: Thread, read_out, flush
     ):
@@ -186,15 +202,8 @@ class StepKernel(Phases):
         for i in cutlass.range(share.turns, unroll=1):
             turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
             sums, gates = self.contributions(tensors, shared, turn, row, thread)
-            self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
+            self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
             if cutlass.const_expr(not self.only_turn):
-                if flush:
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
-                cute.arch.sync_warp()
-                if cutlass.const_expr(self.refills):
-                    if flush:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        self.copies.refill(pipe, i, stage, share, row, thread)
                 stage, phase = following(stage, phase, config.stages)
                 if i + 1 < share.turns:
                     if cutlass.const_expr(self.spec.problem.scaled):
@@ -224,15 +233,8 @@ class StepKernel(Phases):
             if cutlass.const_expr(self.only_turn):
                 if flush:
                     self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
-            self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
+            self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
             if cutlass.const_expr(not self.only_turn):
-                if flush:
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
-                cute.arch.sync_warp()
-                if cutlass.const_expr(self.refills):
-                    if flush:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        self.copies.refill(pipe, i, stage, share, row, thread)
                 stage, phase = following(stage, phase, config.stages)
                 if cutlass.const_expr(self.spec.problem.scaled):
                     if i + 1 < share.turns:
