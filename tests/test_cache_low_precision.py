@@ -23,6 +23,7 @@ from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache, launches,
 from replayssm_cute.cache.shapes import ZERO_STATE
 from replayssm_cute.calls import random_call
 from replayssm_cute.problem import Problem
+from replayssm_cute.target import Target
 
 fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
@@ -632,6 +633,7 @@ def assert_same(cache: ReplayCache, model: ReplayCache) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
 def test_gpu_materialize_follows_the_scalar_model(spec: CacheSpec) -> None:
     for seed, rows in enumerate(CYCLES):
@@ -641,6 +643,7 @@ def test_gpu_materialize_follows_the_scalar_model(spec: CacheSpec) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
 def test_gpu_copy_reset_and_handoff_are_the_torch_path_bit_for_bit(spec: CacheSpec) -> None:
     for seed, rows in enumerate(CYCLES):
@@ -664,6 +667,7 @@ def test_gpu_copy_reset_and_handoff_are_the_torch_path_bit_for_bit(spec: CacheSp
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
 def test_gpu_operations_under_a_graph(spec: CacheSpec) -> None:
     """Captured once, replayed on other contents: reset, materialize, copy and handoff of every tensor."""
@@ -706,6 +710,7 @@ def test_gpu_operations_under_a_graph(spec: CacheSpec) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
 def test_gpu_states_move_between_devices(spec: CacheSpec) -> None:
     """Exported on the GPU and on the CPU: the same values, which enter again as the same codes."""
@@ -719,14 +724,27 @@ def test_gpu_states_move_between_devices(spec: CacheSpec) -> None:
     assert_same(cache, model)
 
 
+def graph_spec(kind: dict[str, str]) -> CacheSpec:
+    return dataclasses.replace(TINY, heads=16, d_state=128, layers=3, **kind)
+
+
+def graph_kernels(where: Target, kind: dict[str, str], rounds: int | None) -> list[CacheSpec | Problem]:
+    """The cache's kernels and the steps, of what the test does not skip."""
+    if "copy_dtype" in kind and rounds:
+        return []
+    spec = graph_spec(kind)
+    return [spec, spec.problem(philox_rounds=rounds, d_dtype=None, dt_bias_dtype=None)]
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels.with_args(graph_kernels)
 @pytest.mark.parametrize("rounds", [None, 10])
 @pytest.mark.parametrize("kind", LOW, ids=lambda k: "-".join(k.values()))
 def test_gpu_warmup_and_graphs(kind: dict[str, str], rounds: int | None) -> None:
     """Warmup changes no byte; replays are the eager steps bit for bit, also with a seed renewed inside the graph."""
     if "copy_dtype" in kind and rounds:
         pytest.skip("an f32 state is not rounded stochastically")
-    spec = dataclasses.replace(TINY, heads=16, d_state=128, layers=3, **kind)
+    spec = graph_spec(kind)
     cache = ReplayCache.allocate(spec, 5, "cuda", A=decays(spec))
     model = ReplayCache.allocate(spec, 5, "cuda", A=decays(spec))
     before = {k: v.cpu() for k, v in snapshot(cache).items()}

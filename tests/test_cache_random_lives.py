@@ -17,6 +17,7 @@ from oracle import as_array
 
 from replayssm_cute import checkpointing_ssu
 from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache, migrate, replay_cache, stored, torch_ops
+from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
 
 SIZES = [(4, 16), (32, 64), (32, 32), (7, 33), (1, 64), (17, 50), (2, 2), (1, 1)]  # (T, W)
@@ -257,15 +258,19 @@ def test_a_wrong_life_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         lives((4, 16), 1, deferred=False, device="cpu", sizes=[(4, 16)])
 
 
+def lived(sizes: list[tuple[int, int]], kinds: list[dict[str, str]]) -> list[CacheSpec | Problem]:
+    """The caches and steps of lives in caches of these sizes and kinds."""
+    specs = [spec_of(*size, **kind) for size in sizes for kind in kinds]
+    bare: dict[str, Any] = {"d_dtype": None, "dt_bias_dtype": None}
+    return [*specs, *(s.problem(dt_dtype="f32", **bare, dt_softplus=False, ragged=True) for s in specs)]
+
+
 GPU_SIZES = [(32, 64), (3, 5)]
-LIVED = [spec_of(*size) for size in GPU_SIZES]
-STEPS = [
-    spec.problem(dt_dtype="f32", d_dtype=None, dt_bias_dtype=None, dt_softplus=False, ragged=True) for spec in LIVED
-]
+SMALL_SIZES = [(4, 16), (3, 5)]
 
 
 @pytest.mark.gpu
-@pytest.mark.kernels(*LIVED, *STEPS)
+@pytest.mark.kernels(*lived(GPU_SIZES, PLAIN))
 @pytest.mark.parametrize("deferred", [False, True], ids=["commit", "begin_step"])
 def test_gpu_a_request_never_notices(deferred: bool) -> None:
     """The kernels in the place of the reference, at the longest windows and at short ones."""
@@ -274,8 +279,9 @@ def test_gpu_a_request_never_notices(deferred: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(lambda where, kinds: lived(SMALL_SIZES, kinds))
 @pytest.mark.parametrize("deferred", [False, True], ids=["commit", "begin_step"])
 @pytest.mark.parametrize("kinds", MIXED, ids=lambda k: "+".join("-".join(kind.values()) for kind in k))
 def test_gpu_codes_and_copies_follow(kinds: list[dict[str, str]], deferred: bool) -> None:
-    run = lives((4, 16), 5 + deferred, deferred=deferred, device="cuda", sizes=[(4, 16), (3, 5)], kinds=kinds)
+    run = lives((4, 16), 5 + deferred, deferred=deferred, device="cuda", sizes=SMALL_SIZES, kinds=kinds)
     assert run.done["step"] > 5 and run.done["flush"] > 0 and run.done["move"] > 0

@@ -102,6 +102,7 @@ def test_key_changes_with_config_arch_toolchain_sources_and_environment(monkeypa
         "tail_rows": 1,
         "parallel_heads": 2,
         "tiles_per_warp": 2,
+        "keep_b": False,
     }
     assert set(other) == {f.name for f in dataclasses.fields(TileConfig)}, "a new field needs a value here"
     for name, value in other.items():
