@@ -1,7 +1,8 @@
 """Whether tensors that a call writes share memory with others of it.
 
 Page pools and projections interleave tensors in one storage: their address ranges cross, their bytes do not. So two
-tensors are compared as what they are, runs of bytes repeated at strides, and the comparison is exact.
+tensors are compared as what they are, runs of bytes repeated at strides. The comparison is exact, but for views of
+strides that nearly agree and never nest, of which it gives up after `_STEPS` steps: such views pass.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def explain(
         bound.apply_defaults()
         given = bound.arguments
         call = Call(**{f.name: given[f.name] for f in dataclasses.fields(Call)})
-        problem = plan.problem_of(call, given["enable_pdl"])
+        problem = plan.checked_problem(call, given["enable_pdl"])
         batch, config = call.batch, given["config"]
         if given["state"].is_cuda:
             device = given["state"].get_device()

@@ -64,3 +64,13 @@ def test_the_command_writes_its_results(tmp_path: Path) -> None:
     for wrong in (["--states", "f64"], ["--tokens", "1"]):
         with pytest.raises(SystemExit):
             agreement.main(wrong)
+
+
+@pytest.mark.parametrize("wrong", [["--windows", "x"], ["--windows", "2"], ["--tokens", "1"]])
+def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = agreement.main(wrong)
+    except SystemExit as end:  # argparse's own
+        status = int(str(end.code))
+    said = capsys.readouterr().err
+    assert status == 2 and "error: " in said and "Traceback" not in said

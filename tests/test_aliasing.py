@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fused_calls import TENSORS, layer, random_layer_call
 
-from replayssm_cute import CacheSpec, ReplayCache, aliasing, api, checkpointing_ssu, decode_step, plan, prepare
+from replayssm_cute import CacheSpec, ReplayCache, aliasing, api, checkpointing_ssu, decode_step, explain, plan, prepare
 from replayssm_cute.calls import MAY_BE_WRITTEN, Call, random_call
 from replayssm_cute.fused import api as fused_api
 from replayssm_cute.fused import launches
@@ -210,3 +211,9 @@ def test_out_may_lie_beside_the_projection_in_one_buffer() -> None:
     kwargs |= {"projected": whole[..., :width], "out": whole[..., -own:]}
     assert torch.equal(decode_step(**kwargs), expected)
     assert torch.equal(whole[..., :width], call.projected)
+
+
+def test_explain_refuses_what_the_call_refuses() -> None:
+    call = random_call(Problem(heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=4), 2)
+    with pytest.raises(ValueError, match="out"):
+        explain(**dataclasses.replace(call, out=call.x).kwargs())

@@ -632,6 +632,26 @@ def assert_same(cache: ReplayCache, model: ReplayCache) -> None:
         assert torch.equal(now.cpu(), expected[name].cpu()), name
 
 
+def test_float64_is_rounded_once() -> None:
+    """By way of f32, which torch takes, 1 + 2^-11 + 2^-40 would be a tie of f16."""
+    gen = torch.Generator().manual_seed(0)
+    values = torch.randn(1, 1, 1000, 64, generator=gen, dtype=torch.float64) * 2.0 ** torch.randint(
+        -30, 20, (1, 1, 1000, 64), generator=gen
+    )
+    values[0, 0, 0, :4] = torch.tensor([1 + 2**-11 + 2**-40, -(1 + 2**-11 + 2**-40), 1 + 2**-11, 0.0])
+    values[0, 0, 0, 4:7] = torch.tensor([float("inf"), float("nan"), -1e-320])
+    half = stored.encode(dataclasses.replace(SMALL, state_dtype="f16"), values)["state"]
+    with np.errstate(over="ignore"):
+        assert np.array_equal(half.numpy(), values.numpy().astype(np.float16), equal_nan=True)
+    values[0, 0, 0, :2] = torch.tensor([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40)])
+    values[0, 0, 0, 2:7] = 1.0
+    brief = stored.encode(dataclasses.replace(SMALL, state_dtype="bf16"), values)["state"]
+    error = (brief.double() - values).abs()
+    for away in (1, -1):  # neither neighbour is nearer
+        neighbour = (brief.view(torch.int16) + away).view(torch.bfloat16).double()
+        assert (error <= (neighbour - values).abs()).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.kernels(lambda where, spec: [spec])
 @pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())

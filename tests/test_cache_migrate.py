@@ -85,6 +85,10 @@ def test_slots_of_different_lengths_travel_together() -> None:
     run.decode([4, 0, 1], [requests[1], requests[2], requests[0]], 8)
     with pytest.raises(IndexError, match=r"rows: got 3, expected 0\.\.2"):
         backup.take([3])
+    wrongs: list[Any] = [[0.9, True], ["a"], "0", None, 1]
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match="rows: got"):
+            backup.take(wrong)
 
 
 def test_nothing_to_export_and_empty_rings() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_calls import layer, random_layer_call
 
 from replayssm_cute import fingerprint, target
 from replayssm_cute.config import TileConfig
-from replayssm_cute.fused import overlap
+from replayssm_cute.fused import launches, overlap
 from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.problem import Problem
 
@@ -127,3 +128,11 @@ def test_what_a_search_found_serves_as_it_was_found(tmp_path: Path) -> None:
         path.write_text(json.dumps(data))
         with pytest.raises(overlap.tables.TableError):
             overlap.read(path)
+
+
+def test_a_wrong_eps_is_not_that_of_a_warm_call() -> None:
+    """What a warm call matches is checked no further."""
+    call = random_layer_call(layer(dataclasses.replace(STEP, heads=4)), 2)
+    known = [launches._signature(dataclasses.replace(call, eps=eps), False, None) for eps in (1e-5, 1)]
+    for wrong in (float("inf"), float("nan"), -1e-5, 10**400):
+        assert launches._signature(dataclasses.replace(call, eps=wrong), False, None) not in known

@@ -97,6 +97,14 @@ def test_the_budget_ends_compilation(tmp_path: Path, compiled: list[str]) -> Non
     assert not (tmp_path / "study.csv").exists() and manifest(tmp_path)["missing"] == ["8"]
 
 
+def test_an_earlier_runs_table_does_not_stay_beside_a_new_manifest(tmp_path: Path) -> None:
+    (tmp_path / "study.csv").write_text("of another run\n")
+    run = run_of(tmp_path)
+    run.budget.end()
+    run.run({"8": frame(1)})
+    assert run.finish() == 1 and not (tmp_path / "study.csv").exists()
+
+
 def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a study's command: a duration, refused by name if it is none; too short a one says what is missing."""
     with pytest.raises(SystemExit):

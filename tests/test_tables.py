@@ -23,7 +23,7 @@ from replayssm_cute import explain, fingerprint, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
-from replayssm_cute.tables import Cell, Manifest, Table, TableError, Tables
+from replayssm_cute.tables import Cell, Manifest, Table, TableError, Tables, files
 from replayssm_cute.target import Target, named
 
 WIDE = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -371,6 +371,31 @@ def test_above_the_last_bucket_the_problems_own_last_cell_is_nearest() -> None:
     choice = lookup(FULL).choose(WIDE, 65)
     assert (choice.source, choice.config, choice.problem) == ("nearest", FOUR, WIDE)
     assert "bucket 64" in choice.reason
+
+
+def test_a_problems_own_cell_within_reach_goes_before_others_nearer_in_work() -> None:
+    with_z = dataclasses.replace(WIDE, has_z=True)
+    found = lookup(table({WIDE: [cell(64, FOUR)], with_z: [cell(128, TWO)]}))
+    assert [found.choose(WIDE, b).config for b in (64, 100, 256)] == [FOUR, FOUR, FOUR]
+    assert found.choose(WIDE, 257).config == TWO, "beyond four times its work another one's answers"
+
+
+def test_the_packages_estimates_answer_only_where_no_other_table_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a measured cell is that of another batch, or of another problem."""
+    other = dataclasses.replace(WIDE, has_z=True)
+    measured = tmp_path / "measured.json"
+    files.write(measured, table({WIDE: [cell(64, FOUR)]}))
+    estimates = tmp_path / "estimated" / files.slug(H200.name) / "estimates.json"
+    estimates.parent.mkdir(parents=True)
+    files.write(estimates, table({WIDE: [cell(100, TWO)], other: [cell(64, TWO)]}, provenance="estimated"))
+    monkeypatch.setattr(files, "estimated_folder", lambda: tmp_path / "estimated")
+    monkeypatch.setattr(files, "shipped", list)
+    found = Tables.of(H200, [measured, files.ESTIMATED])
+    assert [found.choose(WIDE, b).config for b in (64, 100)] == [FOUR, FOUR]
+    assert found.choose(other, 64).config == FOUR
+    assert found.choose(WIDE, 300).config == TWO
 
 
 @pytest.mark.parametrize(

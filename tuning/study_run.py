@@ -111,5 +111,8 @@ class StudyRun:
         facts = {"complete": not self.missing, "missing": self.missing, "failed": self.failed, **self.facts}
         facts["seconds"] = round(self.budget.spent, 1)
         (self.folder / f"{self.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        table = self.folder / f"{self.name}.csv"
         if self.frames:
-            self.found().to_csv(self.folder / f"{self.name}.csv", index=False, float_format="%.4g")
+            self.found().to_csv(table, index=False, float_format="%.4g")
+        else:
+            table.unlink(missing_ok=True)  # an earlier run's would lie beside this one's manifest

@@ -25,6 +25,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from replayssm_tuning.argument_kinds import sizes
+from replayssm_tuning.command import check_folder, command, usage
 from replayssm_tuning.decoding import Inputs, Steps, Stream, decode, recurrence
 from replayssm_tuning.precision import KINDS, STANDARD, WINDOWS, config_of
 from replayssm_tuning.study_run import StudyRun, add_budget
@@ -96,6 +98,7 @@ class Truth:
         return pd.DataFrame([row])
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, read, write CSV and JSON. 1 if the budget ended before it."""
     parser = argparse.ArgumentParser(
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of the text (default 8192)")
-    parser.add_argument("--windows", default=",".join(map(str, WINDOWS)), help="windows (default 8,16,32)")
+    parser.add_argument("--windows", type=sizes, default=",".join(map(str, WINDOWS)), help="windows (default 8,16,32)")
     parser.add_argument("--states", default=None, help="kinds of state, by name, separated by ';' (default: all)")
     parser.add_argument("--train", type=float, default=15.0, metavar="SECONDS", help="0: random weights")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/agreement"), help="folder of the results")
@@ -113,12 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
     if unknown := [name for name in kinds if name not in KINDS]:
         parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
-    windows = [int(w) for w in args.windows.split(",")]
+    windows = list(args.windows)
+    shape = Shape(heads=4, d_state=128)
+    with usage():
+        for window in windows:
+            problem_of(shape, kinds[0], window)
+    check_folder("--out", args.out)
     data = corpus()
     if not 2 <= args.tokens < len(data):
         parser.error(f"--tokens: got {args.tokens}, expected 2..{len(data) - 1}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = Shape(heads=4, d_state=128)
     facts = {
         "model": dataclasses.asdict(shape),
         "training": {"seconds": args.train, "loss": None},

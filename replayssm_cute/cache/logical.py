@@ -53,8 +53,13 @@ class LogicalState:
         """A copy of some of the slots, by position, in the order given.
 
         Raises:
+            TypeError: if `rows` is no sequence of integers.
             IndexError: for a position outside 0..n-1.
         """
+        if not isinstance(rows, Sequence) or isinstance(rows, str):
+            raise TypeError(f"rows: got {type(rows).__name__}, expected a sequence of ints")
+        if wrong := [r for r in rows if not isinstance(r, int) or isinstance(r, bool)]:
+            raise TypeError(f"rows: got {wrong[0]!r} among them, expected ints")
         if bad := [r for r in rows if not 0 <= r < len(self)]:
             raise IndexError(f"rows: got {bad[0]}, expected 0..{len(self) - 1}")
         index = torch.tensor(list(rows), dtype=torch.int64)

@@ -38,4 +38,22 @@ def decode(layer: LayerTensors, slot: torch.Tensor, dtype: torch.dtype = torch.f
 
 
 def _encode(kind: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return rounding.encode(kind, values.float() if kind in dtypes.EIGHT_BIT else values)
+    if kind in dtypes.EIGHT_BIT:
+        values = values.float()
+    elif values.dtype == torch.float64 and kind != "f32":
+        values = _to_odd(values)
+    return rounding.encode(kind, values)
+
+
+def _to_odd(values: torch.Tensor) -> torch.Tensor:
+    """float64 as f32 that rounds further to fewer bits as the float64 would: what is inexact gets an odd last bit.
+
+    torch rounds float64 to 16 bits by way of f32, which makes ties of values that are none. (Boldo and Melquiond, 2008,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd".)
+    """
+    near = values.float()
+    word = near.view(torch.int32)
+    back = near.double()
+    toward_zero = word - (back.abs() > values.abs()).int()
+    odd = torch.where((back == values) | ~values.isfinite(), word, toward_zero | 1)
+    return odd.view(torch.float32)

@@ -21,7 +21,7 @@ from ..sm100 import Sm100Config
 from . import overlap as overlaps
 from . import proof
 from .chains import Chain, Overlap
-from .problem import LayerCall, LayerProblem, layer_problem
+from .problem import LARGEST, LayerCall, LayerProblem, layer_problem
 from .recipes import LayerRecipe
 from .shapes import ConvShape, NormShape, conv_shape, conv_shapes, norm_shape, step_shape
 
@@ -118,7 +118,7 @@ def _signature(call: LayerCall, enable_pdl: bool, config: TileConfig | None) -> 
         # 1 equals True: only the class tells a bool
         *((value, value.__class__) for value in (call.norm_groups, call.dt_softplus, enable_pdl)),
         call.eps.__class__,
-        call.eps >= 0,
+        0 <= call.eps <= LARGEST,
         call.pad_slot_id.__class__,
         config,
     )

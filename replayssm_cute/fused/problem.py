@@ -29,6 +29,7 @@ from ..problem import (
 
 CONV_WIDTH = 4  # taps of the conv; every Mamba2 model has four
 HISTORY = CONV_WIDTH - 1  # raw inputs before a token that its conv needs
+LARGEST = sys.float_info.max  # a Python int may be larger than any float
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ def layer_problem(call: LayerCall, pdl: bool = False) -> LayerProblem:
         raise NotImplementedError(f"state: got {call.state.dtype}; decode_step does not serve an 8-bit state yet")
     if not isinstance(call.eps, float | int) or isinstance(call.eps, bool):
         raise TypeError(f"eps: got {type(call.eps).__name__}, expected float")
-    if not 0 <= call.eps <= sys.float_info.max:  # an int may be larger than any float
+    if not 0 <= call.eps <= LARGEST:
         raise ValueError(f"eps: got {_short(call.eps)}, expected a float that is not negative")
 
     batch, tokens, width = call.projected.shape

@@ -66,17 +66,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The usable tables for one target, the ones that override others first: (name, table)."""
+    """The usable tables for one target, the ones that override others first: (name, table).
+
+    The last `behind` of them answer only where none before them does.
+    """
 
     target: Target
     tables: tuple[tuple[str, Table], ...] = ()
-    _exact: dict[Problem, list[tuple[list[int], list[Choice]]]] = field(init=False, repr=False, compare=False)
+    behind: int = 0
+    _exact: dict[Problem, list[tuple[int, list[int], list[Choice]]]] = field(init=False, repr=False, compare=False)
     _answers: dict[Problem, dict[int, Choice]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Answer every cell's own problem in advance, so that an exact look-up is a dictionary and a bisection."""
-        exact: dict[Problem, list[tuple[list[int], list[Choice]]]] = {}
-        for name, table in self.tables:
+        exact: dict[Problem, list[tuple[int, list[int], list[Choice]]]] = {}
+        for rank, (name, table) in enumerate(self.tables):
             for problem, cells in table.entries.items():
                 choices = [
                     Choice(
@@ -91,7 +95,7 @@ class Tables:
                     for cell in _valid(problem, self.target, cells)
                 ]
                 buckets = [choice.cell.batch for choice in choices if choice.cell is not None]
-                exact.setdefault(problem, []).append((buckets, choices))
+                exact.setdefault(problem, []).append((rank, buckets, choices))
         object.__setattr__(self, "_exact", exact)
 
     @classmethod
@@ -131,7 +135,8 @@ class Tables:
             name = str(path) if not is_shipped else f"shipped {_name(Path(path))}"
             found.append(((is_shipped, table.manifest.provenance == "estimated"), name, table))
         found.sort(key=lambda item: item[0])  # stable: keeps the user's order
-        return cls(target, tuple((name, table) for _, name, table in found))
+        behind = sum(kind == (True, True) for kind, _, _ in found)  # the package's estimates
+        return cls(target, tuple((name, table) for _, name, table in found), behind)
 
     def choose(self, problem: Problem, batch: int) -> Choice:
         """The config for `batch` rows of `problem`; never fails, at worst the default rule answers."""
@@ -149,20 +154,26 @@ class Tables:
         return answers
 
     def _found(self, problem: Problem, batch: int) -> Choice:
-        for buckets, choices in self._exact.get(problem, ()):
-            at = _answering(buckets, batch)
-            if at is not None and batch <= buckets[-1]:
-                return choices[at]
-        return self._nearest(problem, batch) or self._default(problem, batch)
+        ahead = len(self.tables) - self.behind
+        for ranks in (range(ahead), range(ahead, len(self.tables))):
+            for rank, buckets, choices in self._exact.get(problem, ()):
+                at = _answering(buckets, batch) if rank in ranks else None
+                if at is not None and batch <= buckets[-1]:
+                    return choices[at]
+            if choice := self._nearest(problem, batch, ranks):
+                return choice
+        return self._default(problem, batch)
 
-    def _nearest(self, problem: Problem, batch: int) -> Choice | None:
-        """The cell nearest in batch x heads, then T, then W, then the remaining fields; earlier tables win ties.
+    def _nearest(self, problem: Problem, batch: int, ranks: range) -> Choice | None:
+        """The problem's own nearest cell, else that nearest in batch x heads, then in T, W and the remaining fields.
 
-        Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`). Each offers
-        the cell that would answer for itself (see `_answering`). None if no comparable one has a cell within `REACH`.
+        Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`), in the
+        tables with these ranks; earlier ones win ties. Each problem offers the cell that would answer for itself (see
+        `_answering`). None if no comparable one has a cell within `REACH`.
         """
         best: tuple[tuple[float, ...], Choice] | None = None
-        for rank, (name, table) in enumerate(self.tables):
+        for rank in ranks:
+            name, table = self.tables[rank]
             for other, cells in table.entries.items():
                 if not (_comparable(other, problem) and _cut_alike(other, problem)):
                     continue
@@ -172,6 +183,7 @@ class Tables:
                 work = abs(math.log2(cell.batch * other.heads / (batch * problem.heads)))
                 others = sum(getattr(other, f.name) != getattr(problem, f.name) for f in dataclasses.fields(problem))
                 distance = (
+                    other != problem,
                     work,
                     abs(other.tokens - problem.tokens),
                     abs(other.window - problem.window),
