@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import fakes
@@ -255,15 +256,19 @@ def test_materialize_follows_the_scalar_model(spec: CacheSpec, rows: list[tuple[
         check_materialize(cache, before, rows)
 
 
+def scramble(tensors: Iterable[torch.Tensor]) -> None:
+    """Put random bits into every element."""
+    gen = torch.Generator().manual_seed(2)
+    for t in tensors:
+        words = stored.as_bits(t)
+        words.copy_(torch.randint(-(2**31), 2**31, t.shape, generator=gen).to(words.dtype))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=kinds)
 def test_count_zero_copies_codes_that_no_encode_would_give(spec: CacheSpec) -> None:
     """What stochastic rounding left behind, and NaNs of any payload: every bit of state, scales and copy."""
     cache = filled(spec, 1)
-    gen = torch.Generator().manual_seed(2)
-    for layer in cache.layers:
-        for t in layer.checkpoint().values():
-            words = stored.as_bits(t)
-            words.copy_(torch.randint(-(2**31), 2**31, t.shape, generator=gen).to(words.dtype))
+    scramble(t for layer in cache.layers for t in layer.checkpoint().values())
     before = snapshot(cache)
     cache.materialize([0, 1, -1], [1, 0, 3], [0, -2, 1])
     for name, now in snapshot(cache).items():
@@ -486,11 +491,7 @@ def test_warmup_decodes_on_the_cache_and_restores_every_byte(
         pytest.skip("an f32 state is not rounded stochastically")
     spec = dataclasses.replace(TINY, **kind)
     cache = make(spec, 5)
-    gen = torch.Generator().manual_seed(2)
-    for layer in cache.layers:
-        for t in layer.named().values():
-            words = stored.as_bits(t)
-            words.copy_(torch.randint(-(2**31), 2**31, t.shape, generator=gen).to(words.dtype))
+    scramble(t for layer in cache.layers for t in layer.named().values())
     before = snapshot(cache)
     seen: list[Problem] = []
     first: list[bool] = []

@@ -383,8 +383,8 @@ def test_a_problems_own_cell_within_reach_goes_before_others_nearer_in_work() ->
 def test_the_packages_estimates_answer_only_where_no_other_table_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a measured cell is that of another batch, or of another problem."""
-    other = dataclasses.replace(WIDE, has_z=True)
+    """Measured cells of other batches go before a problem's estimates, and these before other problems' cells."""
+    other, third = (dataclasses.replace(WIDE, has_z=z, tokens=t) for z, t in ((True, WIDE.tokens), (False, 3)))
     measured = tmp_path / "measured.json"
     files.write(measured, table({WIDE: [cell(64, FOUR)]}))
     estimates = tmp_path / "estimated" / files.slug(H200.name) / "estimates.json"
@@ -394,8 +394,9 @@ def test_the_packages_estimates_answer_only_where_no_other_table_does(
     monkeypatch.setattr(files, "shipped", list)
     found = Tables.of(H200, [measured, files.ESTIMATED])
     assert [found.choose(WIDE, b).config for b in (64, 100)] == [FOUR, FOUR]
-    assert found.choose(other, 64).config == FOUR
     assert found.choose(WIDE, 300).config == TWO
+    assert found.choose(other, 64).config == TWO
+    assert found.choose(third, 64).config == FOUR, "which no table knows"
 
 
 @pytest.mark.parametrize(

@@ -116,21 +116,35 @@ def check_line(said: str) -> None:
     assert said and said.isprintable() and len(said) < 500, said
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_a_damaged_table_of_the_step_is_refused_or_harmless(part: int, tmp_path: Path) -> None:
-    draw, path, whole = random.Random(part), tmp_path / "t.json", step_table()
-    refused = served = 0
+def survivors(
+    read: Callable[[Path], Any], origin: Callable[[Any], Any], whole: Any, part: int, folder: Path
+) -> tuple[int, list[Any]]:
+    """How many damaged files are refused with a line, and the tables of those that are read and may serve.
+
+    Args:
+        origin: what of a table has `unusable_reason`.
+        whole: the table before the damage.
+    """
+    draw, path = random.Random(part), folder / "t.json"
+    refused, served = 0, []
     for _ in range(COUNT // 3):
         path.write_bytes(damaged(whole, draw))
-        if (said := refusal(tables.read, path)) is not None:
+        if (said := refusal(read, path)) is not None:
             check_line(said)
             refused += 1
             continue
-        read = tables.read(path)
-        if why := read.manifest.unusable_reason(H200):
+        table = read(path)
+        if why := origin(table).unusable_reason(H200):
             check_line(why)
-            continue
-        served += 1
+        else:
+            served.append(table)
+    return refused, served
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_damaged_table_of_the_step_is_refused_or_harmless(part: int, tmp_path: Path) -> None:
+    refused, served = survivors(tables.read, lambda table: table.manifest, step_table(), part, tmp_path)
+    for read in served:
         found = Tables(H200, (("t", read),))
         for problem in (WIDE, SMALL):
             for batch in BATCHES:
@@ -138,25 +152,14 @@ def test_a_damaged_table_of_the_step_is_refused_or_harmless(part: int, tmp_path:
                 assert choice.config.is_valid(problem, H200)
                 check_line(choice.reason)
             assert found.candidates(problem)
-    assert refused > 500 and served > 20  # what is served has slips in numbers that only mean something else
+    assert refused > 500 and len(served) > 20  # what is served has slips in numbers that only mean something else
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_damaged_table_of_decode_steps_is_refused_or_harmless(part: int, tmp_path: Path) -> None:
-    draw, path, whole = random.Random(part), tmp_path / "t.json", layer_table()
     layer = LayerProblem(WIDE, "bf16", None, "bf16", 8)
-    refused = served = 0
-    for _ in range(COUNT // 3):
-        path.write_bytes(damaged(whole, draw))
-        if (said := refusal(overlap.read, path)) is not None:
-            check_line(said)
-            refused += 1
-            continue
-        read = overlap.read(path)
-        if why := read.unusable_reason(H200):
-            check_line(why)
-            continue
-        served += 1
+    refused, served = survivors(overlap.read, lambda table: table, layer_table(), part, tmp_path)
+    for read in served:
         for cell in (read.cell(WIDE, batch) for batch in BATCHES):
             for promised in (False, True) if cell is not None else ():
                 assert cell is not None
@@ -168,7 +171,7 @@ def test_a_damaged_table_of_decode_steps_is_refused_or_harmless(part: int, tmp_p
                 assert chain.conv is None or chain.conv.of(conv).threads
                 assert chain.norm is None or chain.norm.of(norm_shape(layer, chained=kind.chained)).pieces
                 assert chain.label()
-    assert refused > 500 and served > 20
+    assert refused > 500 and len(served) > 20
 
 
 @pytest.mark.parametrize("read", [tables.read, overlap.read], ids=["step", "layer"])

@@ -10,8 +10,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from rich.errors import NotRenderableError
 from . import archive, arguments, listing
 from . import plan as plans
 from .arguments import DEFAULT_OUT, PEERS_OUT
-from .command import check_file, check_folder, usage
+from .command import check_file, check_folder, command, usage
 from .errors import Interrupted, UsageError
 from .ranks import RankLost, Ranks
 
@@ -46,6 +44,7 @@ def _plan(args: argparse.Namespace) -> plans.TuningPlan:
     return dataclasses.replace(plan, batches=batches) if batches else plan
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = arguments.parser().parse_args(argv)
@@ -72,15 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "peers":
             return _peers(args)
         return _sweep(args)
-    except (plans.PlanError, UsageError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # who read the output has read enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 128 + signal.SIGPIPE
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
     except Interrupted as e:
         print(f"interrupted: {e}; the same command goes on from there", file=sys.stderr)
         return 130

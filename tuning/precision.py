@@ -187,6 +187,14 @@ def draw(found: pd.DataFrame, path: Path, title: str) -> None:
         plt.close(figure)
 
 
+def kinds_of(parser: argparse.ArgumentParser, states: str | None) -> list[str]:
+    """The kinds of state that `--states` names, separated by ';'; all of them where it was not given."""
+    kinds = list(KINDS) if states is None else [name.strip() for name in states.split(";")]
+    if unknown := [name for name in kinds if name not in KINDS]:
+        parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    return kinds
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study on this machine's GPU, or on its CPU; write CSV, PNG and JSON. 1 if the budget ended before it."""
@@ -198,9 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports/tune/precision"), help="folder of the results")
     add_budget(parser)
     args = parser.parse_args(argv)
-    kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
-    if unknown := [name for name in kinds if name not in KINDS]:
-        parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    kinds = kinds_of(parser, args.states)
     windows = list(args.windows)
     with usage():
         study = Study(args.tokens, dataclasses.replace(PROBLEM, heads=args.heads))

@@ -28,7 +28,7 @@ from . import acceptance, space
 from .argument_kinds import sizes
 from .command import check_folder, command, usage
 from .policy import Policy
-from .precision import KINDS
+from .precision import KINDS, kinds_of
 from .slots import Cell, make_cell, slot_sets
 from .timing import capture, interleave, launch
 
@@ -100,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--states", default=None, help="kinds of state beside f32, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("reports/tune/precision"), help="folder of the results")
     args = parser.parse_args(argv)
-    kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
-    if unknown := [name for name in kinds if name not in KINDS]:
-        parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    kinds = kinds_of(parser, args.states)
     with usage():
         for window in args.windows:
             dataclasses.replace(PROBLEM, window=window)

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
 
-from replayssm_cute import compiler, fingerprint, target
+from replayssm_cute import atomic, compiler, fingerprint, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
 
@@ -107,12 +107,11 @@ class StudyRun:
         print(f"{self.budget.spent:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     def _write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         facts = {"complete": not self.missing, "missing": self.missing, "failed": self.failed, **self.facts}
         facts["seconds"] = round(self.budget.spent, 1)
-        (self.folder / f"{self.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        atomic.write_text(self.folder / f"{self.name}.json", json.dumps(facts, indent=1) + "\n")
         table = self.folder / f"{self.name}.csv"
         if self.frames:
-            self.found().to_csv(table, index=False, float_format="%.4g")
+            atomic.write_text(table, self.found().to_csv(index=False, float_format="%.4g"))
         else:
             table.unlink(missing_ok=True)  # an earlier run's would lie beside this one's manifest

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from replayssm_tuning.argument_kinds import sizes
 from replayssm_tuning.command import check_folder, command, usage
 from replayssm_tuning.decoding import Inputs, Steps, Stream, decode, recurrence
-from replayssm_tuning.precision import KINDS, STANDARD, WINDOWS, config_of
+from replayssm_tuning.precision import KINDS, STANDARD, WINDOWS, config_of, kinds_of
 from replayssm_tuning.study_run import StudyRun, add_budget
 
 from replayssm_cute.problem import Problem
@@ -113,9 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports/tune/agreement"), help="folder of the results")
     add_budget(parser)
     args = parser.parse_args(argv)
-    kinds = list(KINDS) if args.states is None else [name.strip() for name in args.states.split(";")]
-    if unknown := [name for name in kinds if name not in KINDS]:
-        parser.error(f"--states: got {unknown}, expected some of {list(KINDS)}")
+    kinds = kinds_of(parser, args.states)
     windows = list(args.windows)
     shape = Shape(heads=4, d_state=128)
     with usage():

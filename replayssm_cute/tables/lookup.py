@@ -68,7 +68,7 @@ class Choice:
 class Tables:
     """The usable tables for one target, the ones that override others first: (name, table).
 
-    The last `behind` of them answer only where none before them does.
+    The last `behind` of them answer for a problem, or for others near it, only where none before them does the same.
     """
 
     target: Target
@@ -155,27 +155,29 @@ class Tables:
 
     def _found(self, problem: Problem, batch: int) -> Choice:
         ahead = len(self.tables) - self.behind
-        for ranks in (range(ahead), range(ahead, len(self.tables))):
+        groups = range(ahead), range(ahead, len(self.tables))
+        for ranks in groups:
             for rank, buckets, choices in self._exact.get(problem, ()):
                 at = _answering(buckets, batch) if rank in ranks else None
                 if at is not None and batch <= buckets[-1]:
                     return choices[at]
-            if choice := self._nearest(problem, batch, ranks):
+            if choice := self._nearest(problem, batch, ranks, own=True):
                 return choice
-        return self._default(problem, batch)
+        others = (self._nearest(problem, batch, ranks, own=False) for ranks in groups)
+        return next((choice for choice in others if choice), None) or self._default(problem, batch)
 
-    def _nearest(self, problem: Problem, batch: int, ranks: range) -> Choice | None:
-        """The problem's own nearest cell, else that nearest in batch x heads, then in T, W and the remaining fields.
+    def _nearest(self, problem: Problem, batch: int, ranks: range, own: bool) -> Choice | None:
+        """The cell nearest in batch x heads, then T, then W, then the remaining fields: the problem's own, or others'.
 
         Of problems with the same dtypes, P, N and heads a group whose T and W are near (see `_cut_alike`), in the
         tables with these ranks; earlier ones win ties. Each problem offers the cell that would answer for itself (see
-        `_answering`). None if no comparable one has a cell within `REACH`.
+        `_answering`). None if no such one has a cell within `REACH`.
         """
         best: tuple[tuple[float, ...], Choice] | None = None
         for rank in ranks:
             name, table = self.tables[rank]
             for other, cells in table.entries.items():
-                if not (_comparable(other, problem) and _cut_alike(other, problem)):
+                if (other == problem) != own or not (_comparable(other, problem) and _cut_alike(other, problem)):
                     continue
                 cell = _reaching(problem, self.target, cells, batch * problem.heads / other.heads)
                 if cell is None:  # none of these is near enough, or valid here
@@ -183,7 +185,6 @@ class Tables:
                 work = abs(math.log2(cell.batch * other.heads / (batch * problem.heads)))
                 others = sum(getattr(other, f.name) != getattr(problem, f.name) for f in dataclasses.fields(problem))
                 distance = (
-                    other != problem,
                     work,
                     abs(other.tokens - problem.tokens),
                     abs(other.window - problem.window),
