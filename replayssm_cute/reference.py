@@ -116,9 +116,10 @@ def checkpointing_ssu_reference(
     if state_copy is None:
         logical = replayed(kept(state), every)
         _write(state, state_scale, flushed, logical[flush], rand_seed, philox_rounds)
-    else:  # steps read the copy; the checkpoint is read and written at a flush alone
+    else:  # steps read the copy; those that flush read the checkpoint instead, and write both
         logical = replayed(kept(state_copy), every)
         checkpoint = replayed(wide(state[flushed]), flush)
+        logical[flush] = checkpoint
         state[flushed] = checkpoint.to(state.dtype)
         _write(state_copy, state_scale, flushed, checkpoint, None, philox_rounds)
 

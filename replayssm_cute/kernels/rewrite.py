@@ -21,7 +21,7 @@ from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox, p
 from .decay import Vectors
 from .flush_long import ROWS, LongFlush
 from .flush_terms import PART, FlushTerms, positions_of
-from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, pack, store_words
+from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, pack, store_words
 from .ring_b import RingB
 from .spec import P_TILE, StepSpec
 from .state_tile import StateTile, unpack
@@ -61,6 +61,7 @@ class Rewrite:
     def __init__(self, spec: StepSpec, state_tile: StateTile) -> None:
         self.spec = spec
         self.state_tile = state_tile
+        self.readout_c = state_tile.readout_c
         p = spec.problem
         self.dual = p.copy_dtype is not None
         self.kind = p.read_dtype  # what is rounded to
@@ -81,7 +82,10 @@ class Rewrite:
 
     @cute.jit
     def flush(self, tensors: Tensors, shared: Shared, tile, inputs, turn: Turn, p0, row: Row, thread: Thread):
-        """Write a tile of the logical state back; `tile` is what was read, in shared memory, `inputs` its inputs."""
+        """Write a tile of the logical state back; `tile` is what was read, in shared memory, `inputs` its inputs.
+
+        Beside a read copy, S·C of the checkpoint as it was is returned: nothing else has read it.
+        """
         state, scale, seed = tensors.state, tensors.scale, tensors.seed
         slot, head, g, t = row.slot, turn.head, thread.g, thread.t
         at = Vectors(self.spec, turn.index)
@@ -98,10 +102,15 @@ class Rewrite:
         target = tensors.copy if cutlass.const_expr(self.dual) else state
         ring = Ring(tensors, shared, at, inputs, self._held_terms(shared, at, inputs, thread), row, thread)
 
+        found = cute.make_rmem_tensor(cute.make_layout(4 * self.spec.token_tiles), Float32)
+        for k in cutlass.range_constexpr(4 * self.spec.token_tiles):
+            found[k] = Float32(0.0)
         coming = self._ask_first(state, Block(slot, head, p, Int32(0), t))
         for number in cutlass.range(self.blocks, unroll=1):
             block = Block(slot, head, p, number, t)
             asked = self._take(coming, state, block)
+            if cutlass.const_expr(self.dual):
+                self._read_out(found, asked, shared, number, thread)
             done = [[[] for _ in range(2)] for _ in range(2)]
             random = self._no_words()
             for part in cutlass.range_constexpr(self.parts):
@@ -142,6 +151,21 @@ class Rewrite:
                         self._add(again, ring, number, part)
                     self._round(coded, random_words, again, inverse, key, coded_block, part)
                 self._store(target, coded, coded_block)
+
+        return found
+
+    def _read_out(self, found, asked, shared: Shared, number, thread: Thread):
+        """Add a block's S·C: a k-step's columns are the e-th of each lane's two runs of PART, in tf32."""
+        for n in range(self.spec.token_tiles):
+            sums = [found[4 * n + k] for k in range(4)]
+            words = self.readout_c.piece(shared.raw, 8 * n + thread.g, number * self.block + 2 * PART * thread.t)
+            for e in range(PART):
+                rows = [asked[(2 * side + which) * PART + e] for which in range(2) for side in range(2)]
+                half = (low_half, high_half)[e % 2]
+                columns = [bits(half(self.spec.io_kind, words[which * PART // 2 + e // 2])) for which in range(2)]
+                sums = mma_tf32(sums, rows, columns)
+            for k in range(4):
+                found[4 * n + k] = sums[k]
 
     @cute.jit
     def prefetch(self, tensors: Tensors, row: Row, share: Share, thread: Thread):

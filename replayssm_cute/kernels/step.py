@@ -65,6 +65,7 @@ class StepKernel(Phases):
         self.copies = StateCopies(spec)
         self.scales = Scales(spec, self.readout_c.gain) if problem.scaled else None
         self.write_back = WriteBack(spec, self.state_tile, self.tokens, self.copies)
+        self.dual = problem.copy_dtype is not None
 
     def start(self, tensors: Tensors, stream) -> None:
         """Launch the grid."""
@@ -116,10 +117,21 @@ class StepKernel(Phases):
 
     @cute.jit
     def ask_state(self, tensors: Tensors, pipe: Pipe, entry: Entry, share: Share, thread: Thread):
-        """Ask for the first states, then for the cursors, which are returned."""
-        self.copies.load_first(pipe, share, entry.slot32, thread)
-        cute.arch.sync_warp()
-        return Int32(tensors.ring_start[entry.slot]), Int32(tensors.pnat[entry.slot])
+        """Ask for the first states, then for the cursors, which are returned.
+
+        Beside a read copy the cursors come first: a row that flushes reads the checkpoint instead.
+        """
+        if cutlass.const_expr(not self.dual):
+            self.copies.load_first(pipe, share, entry.slot32, thread)
+            cute.arch.sync_warp()
+        start, pnat = Int32(tensors.ring_start[entry.slot]), Int32(tensors.pnat[entry.slot])
+        if cutlass.const_expr(self.dual):
+            row = entry.at(start, pnat)
+            if self.flushes(row):
+                self.write_back.rewrite.prefetch(tensors, row, share, thread)
+            else:
+                self.copies.load_first(pipe, share, entry.slot32, thread)
+        return start, pnat
 
     @cute.jit
     def work(
@@ -138,9 +150,6 @@ class StepKernel(Phases):
         if cutlass.const_expr(self.only_turn):
             self.tokens.append_new(tensors, inputs.x, row, share)
         flush = self.flushes(row)
-        if cutlass.const_expr(p.copy_dtype is not None):
-            if flush:
-                self.write_back.rewrite.prefetch(tensors, row, share, thread)
 
         # The first state was asked for before everything that waits for the cursors. It comes before the ring where
         # the memory is idle; where it is not, what can be done without it is done meanwhile.
@@ -160,7 +169,7 @@ class StepKernel(Phases):
             if cutlass.const_expr(self.only_turn):
                 if flush:
                     turn = self.turn(share, share.rows.side, 0)
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
             self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
@@ -170,7 +179,7 @@ class StepKernel(Phases):
         self, read_out: ReadOut, shared: Shared, pipe: Pipe, share: Share, row: Row, flush, thread: Thread
     ):
         """Read the first turn's state out; without a flush its stage is free then."""
-        self.next_read_out(read_out, shared, pipe, Int32(0), Int32(0), thread)
+        self.next_read_out(read_out, shared, pipe, Int32(0), Int32(0), flush, thread)
         if cutlass.const_expr(self.refills):
             if not flush:
                 cute.arch.sync_warp()
@@ -183,9 +192,9 @@ class StepKernel(Phases):
     ):  # fmt: skip
         """A turn's outputs and its flush, after which its stage may be filled again."""
         self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
-        if cutlass.const_expr(not self.only_turn):
+        if cutlass.const_expr(not (self.only_turn or self.dual)):
             if flush:
-                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
             cute.arch.sync_warp()
             if cutlass.const_expr(self.refills):
                 if flush:
@@ -201,6 +210,9 @@ class StepKernel(Phases):
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(share.turns, unroll=1):
             turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
+            if cutlass.const_expr(self.dual and not self.only_turn):
+                if flush:  # which is the read-out
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
             sums, gates = self.contributions(tensors, shared, turn, row, thread)
             self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
             if cutlass.const_expr(not self.only_turn):
@@ -209,7 +221,7 @@ class StepKernel(Phases):
                     if cutlass.const_expr(self.spec.problem.scaled):
                         later = turn.head + config.parallel_heads
                         self.scales.ask(read_out.scales, tensors.scale, row.slot, later, share.rows.p0, thread.g)
-                    self.next_read_out(read_out, shared, pipe, stage, phase, thread)
+                    self.next_read_out(read_out, shared, pipe, stage, phase, flush, thread)
                     if cutlass.const_expr(self.refills):
                         if not flush:
                             cute.arch.sync_warp()
@@ -225,14 +237,14 @@ class StepKernel(Phases):
         for i in cutlass.range(share.turns, unroll=1):
             turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
             sums, gates = self.contributions(tensors, shared, turn, row, thread)
-            self.next_read_out(read_out, shared, pipe, stage, phase, thread)
+            self.next_read_out(read_out, shared, pipe, stage, phase, flush, thread)
             if cutlass.const_expr(self.refills):
                 if not flush:
                     cute.arch.sync_warp()
                     self.copies.refill(pipe, i, stage, share, row, thread)
-            if cutlass.const_expr(self.only_turn):
+            if cutlass.const_expr(self.only_turn or self.dual):
                 if flush:
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread)
+                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
             self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
             if cutlass.const_expr(not self.only_turn):
                 stage, phase = following(stage, phase, config.stages)
@@ -250,7 +262,16 @@ class StepKernel(Phases):
         return ReadOut(sums, c_rows, c_held, gains, scales)
 
     @cute.jit
-    def next_read_out(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, thread: Thread):
+    def next_read_out(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, flush, thread: Thread):
+        """Wait for a stage's state and leave S·C in `read_out`; the flush of a checkpoint beside a copy does it itself."""
+        if cutlass.const_expr(self.dual):
+            if not flush:
+                self.read_stage(read_out, shared, pipe, stage, phase, thread)
+        else:
+            self.read_stage(read_out, shared, pipe, stage, phase, thread)
+
+    @cute.jit
+    def read_stage(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, thread: Thread):
         """Wait for a stage's state and leave S·C in `read_out`."""
         spec, layout = self.spec, self.spec.shared
         cute.arch.mbarrier_wait(pipe.barriers + stage, phase)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from .bundles import Row, Share, Shared, Tensors, Thread, Turn
 from .flush_long import LongFlush
@@ -27,13 +27,23 @@ class WriteBack:
         self.copies = copies
 
     @cute.jit
-    def flush(self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, share: Share, row: Row, thread: Thread):
-        """Flush the head of a turn."""
+    def flush(
+        self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, share: Share, row: Row, thread: Thread, sums
+    ):
+        """Flush the head of a turn; beside a read copy `sums` takes the read-out too, of the checkpoint."""
         if cutlass.const_expr(self.spec.problem.rewrites):
+            each = 4 * self.spec.token_tiles
+            if cutlass.const_expr(self.rewrite.dual):
+                for k in cutlass.range_constexpr(each * self.spec.tiles):
+                    sums[k] = Float32(0.0)
             for tile in cutlass.range(self.spec.tiles, unroll=1):
                 words, inputs = self._tile(shared, turn, tile, thread)
                 p0 = share.rows.p0 + P_TILE * tile
-                self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
+                found = self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
+                if cutlass.const_expr(self.rewrite.dual):
+                    for k in cutlass.range_constexpr(each * self.spec.tiles):  # registers have fixed numbers
+                        mine = tile == k // each
+                        sums[k] = Float32(cutlass.select_(mine, found[k % each], sums[k]))
         else:
             self._in_place(tensors, shared, turn, row, thread)
             self.copies.store(pipe, turn, share, row, thread)
