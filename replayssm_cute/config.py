@@ -40,9 +40,6 @@ class TileConfig:
             byte, fewer warps.
         keep_b: whether B of the ring stays in shared memory, where flushes find it. Without, they read it from L2
             again, and a long window leaves room for more CTAs.
-        ring_first: whether a CTA does all that needs no state (B·C, decays, weights, what the ring contributes) before
-            it waits for a state. Less is left to do when the state comes, which bandwidth delays but for the smallest
-            batches; and fewer registers are taken.
     """
 
     heads_per_cta: int = 1
@@ -54,7 +51,6 @@ class TileConfig:
     parallel_heads: int = 1
     tiles_per_warp: int = 1
     keep_b: bool = True
-    ring_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads_per_cta", "stages", "head_split", "ctas_per_sm", "parallel_heads", "tiles_per_warp"):
@@ -64,9 +60,8 @@ class TileConfig:
         rows = self.tail_rows
         if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows < 2**31:
             raise ValueError(f"config: tail_rows is {rows!r}, expected 0 or a positive int below 2^31")
-        for name in ("keep_b", "ring_first"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"config: {name} is {value!r}, expected a bool")
+        if not isinstance(self.keep_b, bool):
+            raise ValueError(f"config: keep_b is {self.keep_b!r}, expected a bool")
         if self.ring not in RINGS:
             raise ValueError(f"config: ring is {self.ring!r}, expected one of {RINGS}")
 
@@ -87,14 +82,14 @@ class TileConfig:
         return cls(**data)
 
     def label(self) -> str:
-        """Short and readable: 'h4 s2 p1 live c3 t8', two heads at a time 'h4/2 ...'; at the end 'l2' and 'rf'."""
+        """Short and readable: 'h4 s2 p1 live c3 t8', two heads at a time 'h4/2 ...'; 'l2' at the end."""
         at_a_time = f"/{self.parallel_heads}" if self.parallel_heads > 1 else ""
         rows = f" r{P_TILE * self.tiles_per_warp}" if self.tiles_per_warp > 1 else ""
         text = (
             f"h{self.heads_per_cta}{at_a_time} s{self.stages} p{self.head_split}{rows} {self.ring} c{self.ctas_per_sm}"
         )
         text += f" t{self.tail_rows}" if self.tail_rows else ""
-        return text + ("" if self.keep_b else " l2") + (" rf" if self.ring_first else "")
+        return text + ("" if self.keep_b else " l2")
 
     def warps(self, problem: Problem) -> int:
         """Warps per CTA: one for each `tiles_per_warp` x 16 rows of P of each head that it takes at a time."""
@@ -236,6 +231,8 @@ def shared_layout(problem: Problem, config: TileConfig) -> SharedLayout:
     """Where a step kernel keeps what."""
     warps = config.warps(problem)
     warp_bytes = config.tiles_per_warp * P_TILE * problem.d_state * problem.read_bytes
+    if problem.copy_dtype is not None:  # a row that flushes brings its checkpoint to the same place, tile by tile
+        warp_bytes = max(warp_bytes, P_TILE * problem.d_state * problem.state_bytes)
     stage_bytes = warps * warp_bytes
     tokens_pad = _up(problem.tokens, 8)
     positions = config.ring_positions(problem) + tokens_pad

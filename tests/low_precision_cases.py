@@ -41,7 +41,6 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "i8, T 17, W 33": (dataclasses.replace(FOUR, **I8, tokens=17, window=33), TWO_TURNS),
     "f8, stochastic": (dataclasses.replace(BASE, **F8, **WIDE, philox_rounds=10), BYTE_ONE),
     "f8, stochastic, rows of 64 bytes": (dataclasses.replace(FOUR, **F8, philox_rounds=7), TWO_TURNS),
-    "i8, ring first, two turns": (dataclasses.replace(FOUR, **I8), TileConfig(2, 2, ring_first=True)),
     "f8, B from L2": (dataclasses.replace(BASE, **F8, **WIDE), TileConfig(keep_b=False)),
     "i8, stochastic, W 32, B from L2, two turns": (
         dataclasses.replace(FOUR, **I8, philox_rounds=10, window=32),
@@ -67,6 +66,19 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "bf16 copy, f16 inputs, gaps": (dataclasses.replace(BASE, copy_dtype="bf16", compact=False, **F16), BYTE_ONE),
     "f8 copy, two tiles": (dataclasses.replace(FOUR, copy_dtype="f8e4m3"), TileConfig(2, tiles_per_warp=2)),
     "i8 copy, behind another kernel": (dataclasses.replace(BASE, copy_dtype="i8", **WIDE, pdl=True), BYTE_ONE),
+    "bf16 copy, one turn of two tiles": (dataclasses.replace(BASE, copy_dtype="bf16", **WIDE), TileConfig(tiles_per_warp=2)),
+    "f8 copy, four turns of four tiles, three stages": (
+        dataclasses.replace(ONE_GROUP, copy_dtype="f8e4m3", **WIDE),
+        TileConfig(4, 3, tiles_per_warp=4),
+    ),
+    "i8 copy, one stage, a tail, head_dim 80": (
+        dataclasses.replace(ONE_GROUP, copy_dtype="i8", head_dim=80, tokens=9),
+        TileConfig(4, 1, tail_rows=2),
+    ),
+    "bf16 copy, two at a time": (
+        dataclasses.replace(ONE_GROUP, copy_dtype="bf16", head_dim=128),
+        TileConfig(4, 1, parallel_heads=2, tiles_per_warp=2, head_split=2),
+    ),
     "highest": (dataclasses.replace(BASE, precision="highest"), BYTE_ONE),
     "highest, two turns, T 9": (dataclasses.replace(FOUR, precision="highest", tokens=9), TWO_TURNS),
     "highest, whole": (dataclasses.replace(BASE, precision="highest", **WIDE), TileConfig(ring="whole")),

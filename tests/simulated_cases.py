@@ -58,16 +58,6 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "T = W = 1, two turns": (dataclasses.replace(FOUR, tokens=1, window=1), TileConfig(heads_per_cta=2, stages=2)),
     "T = W = 1, whole": (dataclasses.replace(BASE, tokens=1, window=1), WHOLE),
     "W 32": (dataclasses.replace(BASE, window=32), TileConfig()),
-    "ring first": (dataclasses.replace(BASE, d_state=128), TileConfig(ring_first=True)),
-    "ring first, three turns, two stages, a tail": (
-        dataclasses.replace(BASE, heads=3, groups=1),
-        TileConfig(heads_per_cta=3, stages=2, tail_rows=2, ring_first=True),
-    ),
-    "ring first, whole, two turns, one stage": (FOUR, TileConfig(heads_per_cta=2, ring="whole", ring_first=True)),
-    "ring first, W 40, two tiles": (
-        dataclasses.replace(BF16, window=40),
-        TileConfig(tiles_per_warp=2, keep_b=False, ring_first=True),
-    ),
     "B from L2": (dataclasses.replace(BASE, d_state=128), L2),
     "B from L2, whole, two turns": (FOUR, TileConfig(heads_per_cta=2, stages=2, ring="whole", keep_b=False)),
     "B from L2, W 32, two turns": (dataclasses.replace(FOUR, window=32), TileConfig(2, tiles_per_warp=2, keep_b=False)),

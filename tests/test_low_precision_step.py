@@ -66,8 +66,8 @@ def check_counts(run: Run, problem: Problem, live: list[int], flushed: list[int]
     read = "state_copy" if dual else "state"
     counts(read, "read", [slot for slot in live if not (dual and slot in flushed)], 1)
     counts(read, "written", flushed, 1)
-    if dual:  # once to advance it, once to round what was written
-        counts("state", "read", flushed, 2 if problem.scaled else 1)
+    if dual:
+        counts("state", "read", flushed, 1)
         counts("state", "written", flushed, 1)
     if problem.scaled:
         counts("state_scale", "written", flushed, 1)
@@ -163,7 +163,7 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
     "no gain": ("byte_state", "Float32(self.gain) if", "Float32(1.0) if", "f8"),
     "the old scale forgotten": (
         "rewrite",
-        "total * Float32(scale[slot, head, p0 + 8 * side + g])",
+        "total * Float32(tensors.scale[row.slot, turn.head, p0 + 8 * side + thread.g])",
         "total",
         "i8, gaps everywhere",
     ),
@@ -180,14 +180,34 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
         "words = held[0][first // group]",
         "f16, stochastic",
     ),
-    "bits without the head": ("rewrite", "Int32(block.head), Int32", "Int32(0), Int32", "f16, stochastic"),
+    "bits without the head": ("rewrite", "Int32(job.head), Int32", "Int32(0), Int32", "f16, stochastic"),
     "the copy of the old state": (
         "rewrite",
-        "factors, thread, self.dual)",
-        "factors, thread, False)",
+        "store_words(self._chunk(job, number, side, which), kept[side][which])",
+        "pass",
         "f8 copy, two tiles",
     ),
-    "steps read the checkpoint": ("step", "if tensors.copy is None else tensors.copy", "", "bf16 copy"),
+    "steps read the checkpoint": ("step", "if self.flushes(row):", "if True:", "bf16 copy"),
+    "rows that flush read the copy": ("step", "if self.flushes(row):", "if False:", "bf16 copy"),
+    "tiles in one phase": ("state_copies", "(turn.phase * self.spec.tiles + tile) & 1", "turn.phase", "f8 copy, two tiles"),
+    "a tile over one that is being stored": (
+        "state_copies",
+        "cute.arch.cp_async_bulk_wait_group(0, read=True)",
+        "pass",
+        "f8 copy, two tiles",
+    ),
+    "the first tile's read-out for both": (
+        "write_back",
+        "mine = tile == k // each",
+        "mine = tile == 0",
+        "bf16 copy, one turn of two tiles",
+    ),
+    "columns of the read-out in their own order": (
+        "rewrite",
+        "words[which * PART // 2 + e // 2]",
+        "words[e // 2 * 2 + which]",
+        "bf16 copy",
+    ),
     "weights of one term": (
         "tokens",
         "sums[tile][n] = mma_tf32(sums[tile][n], a_frag, low)",

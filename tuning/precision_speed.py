@@ -41,14 +41,14 @@ def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileC
     tail = usual_tail(problem, where)
     kept = [
         TileConfig(tiles_per_warp=2),
+        TileConfig(tiles_per_warp=2, ctas_per_sm=8),
         TileConfig(2, 1, tail_rows=tail, tiles_per_warp=2),
         TileConfig(2, 1, tail_rows=tail),
         TileConfig(4, 1, tail_rows=tail),
         TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4),
     ]
     spared = [c for config in kept if (c := space.without_b(config, problem, where))]
-    ring_first = [dataclasses.replace(c, ring_first=True) for c in kept]
-    found = [default_config(problem, where, batch), *kept, *ring_first, *spared]
+    found = [default_config(problem, where, batch), *kept, *spared]
     return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
 
 

@@ -154,9 +154,18 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The head that a warp has its turn with: in its CTA, in the tensors; offset of its inputs, stage of its state."""
+    """The head that a warp has its turn with.
+
+    Attributes:
+        index, head: in its CTA, in the tensors.
+        inputs: offset of its inputs.
+        stage, phase: of its state; how often the stage was filled before, modulo 2.
+        number: of the turn.
+    """
 
     index: Int32
     head: Int32
     inputs: Int32
     stage: Any
+    phase: Any = 0
+    number: Any = 0

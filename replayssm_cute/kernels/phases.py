@@ -160,9 +160,10 @@ class Phases:
         """Whether a row flushes; the shuffle keeps what depends on the cursors below the loads that do not."""
         return Boolean(flushes(cute.arch.shuffle_sync(row.pnat, 0), row.new.length, self.spec.problem.window))
 
-    def turn(self, share: Share, index, stage) -> Turn:
+    def turn(self, share: Share, index, stage, phase: Any = 0, number: Any = 0) -> Turn:
         """A warp's turn with the `index`-th head of its CTA."""
-        return Turn(index, share.head0 + index, self.tokens.inputs(index, share.rows.head_warp), stage)
+        inputs = self.tokens.inputs(index, share.rows.head_warp)
+        return Turn(index, share.head0 + index, inputs, stage, phase, number)
 
     # ---- phases
 

@@ -33,12 +33,13 @@ from ..config import TileConfig
 from ..problem import Problem
 from .bundles import Entry, Row, Share, Shared, Tensors, Thread, Turn
 from .byte_state import ByteReadoutC, ByteStateTile, Scales
+from .convert import prefetch_row
 from .highest import ExactStateTile
 from .phases import Inputs, Phases, following
 from .readout_c import ReadoutC
 from .signature import fake_arguments
-from .spec import StepSpec
-from .state_copies import Pipe, StateCopies
+from .spec import P_TILE, StepSpec
+from .state_copies import Atoms, Pipe, StateCopies
 from .state_tile import StateTile
 from .write_back import WriteBack
 
@@ -69,19 +70,17 @@ class StepKernel(Phases):
 
     def start(self, tensors: Tensors, stream) -> None:
         """Launch the grid."""
-        read = tensors.state if tensors.copy is None else tensors.copy
+        atoms = self.copies.atoms(tensors)
         if not self.spec.problem.rewrites:
             tensors = dataclasses.replace(tensors, state=None)  # TMA alone reaches it
-        kernel = self.kernel(*self.copies.atoms(read), tensors)
+        kernel = self.kernel(*atoms, tensors)
         kernel.launch(**self.launch_options(tensors, self.spec.threads, stream))
 
     @cute.kernel
     def kernel(
         self,
-        atom: cute.CopyAtom,
-        tma_state: cute.Tensor,
-        store_atom: cute.CopyAtom,
-        tma_stored: cute.Tensor,
+        read: Atoms,
+        checkpoint: Atoms | None,
         tensors: Tensors,
     ):
         spec, p = self.spec, self.spec.problem
@@ -92,7 +91,7 @@ class StepKernel(Phases):
         slot = self.slot(tensors, number)
         new = spec.new_tokens(number, tensors)
         shared = self.views(*self.allocate(spec.shared.total))
-        pipe = self.copies.pipe(atom, tma_state, store_atom, tma_stored, shared, thread)
+        pipe = self.copies.pipe(read, checkpoint, shared, thread)
         self.copies.prepare(pipe, thread)
 
         # What needs no slot is asked for while the slot is on its way. Under PDL the state and the cursors go
@@ -128,10 +127,23 @@ class StepKernel(Phases):
         if cutlass.const_expr(self.dual):
             row = entry.at(start, pnat)
             if self.flushes(row):
-                self.write_back.rewrite.prefetch(tensors, row, share, thread)
+                self.copies.load_first_checkpoints(pipe, share, row, thread)
+                self.prefetch_checkpoints(tensors, row, share, thread)
             else:
                 self.copies.load_first(pipe, share, entry.slot32, thread)
         return start, pnat
+
+    @cute.jit
+    def prefetch_checkpoints(self, tensors: Tensors, row: Row, share: Share, thread: Thread):
+        """Ask for the rows of a warp's checkpoints that find no stage yet to be put into L2."""
+        if cutlass.const_expr(self.spec.tiles > 1 or self.refills):
+            for i in cutlass.range(share.turns, unroll=1):
+                head = share.first + i * self.spec.config.parallel_heads
+                for tile in cutlass.range_constexpr(self.spec.tiles):
+                    if (thread.lane < P_TILE) & ((i >= self.spec.config.stages) | (tile > 0)):
+                        p = share.rows.p0 + P_TILE * tile + thread.lane
+                        pointer = self.spec.pointer(tensors.state, row.slot, (head, p), 0, 4)
+                        prefetch_row(pointer.toint(), 4 * self.spec.problem.d_state)
 
     @cute.jit
     def work(
@@ -151,26 +163,20 @@ class StepKernel(Phases):
             self.tokens.append_new(tensors, inputs.x, row, share)
         flush = self.flushes(row)
 
-        # The first state was asked for before everything that waits for the cursors. It comes before the ring where
-        # the memory is idle; where it is not, what can be done without it is done meanwhile.
-        ring_first = self.spec.config.ring_first
+        # The state was asked for before everything that waits for the cursors: its read-out comes before the ring's.
         read_out = self.new_read_out(shared, scales, thread)
-        if cutlass.const_expr(not ring_first):
-            self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
+        self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
         self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
         cute.arch.sync_threads()
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)
             cute.arch.sync_threads()
-        if cutlass.const_expr(ring_first):
-            self.turns_ring_first(tensors, shared, pipe, row, share, thread, read_out, flush)
-        else:
-            # A CTA's only turn flushes before it makes the outputs: the write takes longest.
-            if cutlass.const_expr(self.only_turn):
-                if flush:
-                    turn = self.turn(share, share.rows.side, 0)
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
-            self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
+        # A CTA's only turn flushes before it makes the outputs: the write takes longest.
+        if cutlass.const_expr(self.only_turn):
+            if flush:
+                turn = self.turn(share, share.rows.side, 0)
+                self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
+        self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
 
@@ -209,7 +215,7 @@ class StepKernel(Phases):
         config = self.spec.config
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(share.turns, unroll=1):
-            turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
+            turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage, phase, i)
             if cutlass.const_expr(self.dual and not self.only_turn):
                 if flush:  # which is the read-out
                     self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
@@ -226,32 +232,6 @@ class StepKernel(Phases):
                         if not flush:
                             cute.arch.sync_warp()
                             self.copies.refill(pipe, i + 1, stage, share, row, thread)
-
-    @cute.jit
-    def turns_ring_first(
-        self, tensors: Tensors, shared: Shared, pipe: Pipe, row: Row, share: Share, thread: Thread, read_out, flush
-    ):
-        """Head by head: what the ring and the new tokens contribute, then the wait for the state, outputs and flush."""
-        config = self.spec.config
-        stage, phase = Int32(0), Int32(0)
-        for i in cutlass.range(share.turns, unroll=1):
-            turn = self.turn(share, i * config.parallel_heads + share.rows.side, stage)
-            sums, gates = self.contributions(tensors, shared, turn, row, thread)
-            self.next_read_out(read_out, shared, pipe, stage, phase, flush, thread)
-            if cutlass.const_expr(self.refills):
-                if not flush:
-                    cute.arch.sync_warp()
-                    self.copies.refill(pipe, i, stage, share, row, thread)
-            if cutlass.const_expr(self.only_turn or self.dual):
-                if flush:
-                    self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
-            self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
-            if cutlass.const_expr(not self.only_turn):
-                stage, phase = following(stage, phase, config.stages)
-                if cutlass.const_expr(self.spec.problem.scaled):
-                    if i + 1 < share.turns:
-                        later = turn.head + config.parallel_heads
-                        self.scales.ask(read_out.scales, tensors.scale, row.slot, later, share.rows.p0, thread.g)
 
     def new_read_out(self, shared: Shared, scales, thread: Thread) -> ReadOut:
         """Room for a turn's S·C; C is in shared memory."""

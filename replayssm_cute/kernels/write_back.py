@@ -25,28 +25,50 @@ class WriteBack:
         self.rewrite = Rewrite(spec, state_tile) if spec.problem.rewrites else None
         self.tokens = tokens
         self.copies = copies
+        self.dual = spec.problem.copy_dtype is not None
 
     @cute.jit
     def flush(
         self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, share: Share, row: Row, thread: Thread, sums
     ):
-        """Flush the head of a turn; beside a read copy `sums` takes the read-out too, of the checkpoint."""
-        if cutlass.const_expr(self.spec.problem.rewrites):
-            each = 4 * self.spec.token_tiles
-            if cutlass.const_expr(self.rewrite.dual):
-                for k in cutlass.range_constexpr(each * self.spec.tiles):
-                    sums[k] = Float32(0.0)
+        """Flush the head of a turn; beside a read copy that is the read-out too, of the checkpoint, into `sums`."""
+        if cutlass.const_expr(self.dual):
+            self._beside_copy(tensors, shared, pipe, turn, share, row, thread, sums)
+        elif cutlass.const_expr(self.spec.problem.rewrites):
             for tile in cutlass.range(self.spec.tiles, unroll=1):
                 words, inputs = self._tile(shared, turn, tile, thread)
                 p0 = share.rows.p0 + P_TILE * tile
-                found = self.rewrite.flush(tensors, shared, words, inputs, turn, p0, row, thread)
-                if cutlass.const_expr(self.rewrite.dual):
-                    for k in cutlass.range_constexpr(each * self.spec.tiles):  # registers have fixed numbers
-                        mine = tile == k // each
-                        sums[k] = Float32(cutlass.select_(mine, found[k % each], sums[k]))
+                job = self.rewrite.job(tensors, shared, words, inputs, turn, p0, row, thread)
+                self.rewrite.advance(job)
+                if cutlass.const_expr(self.rewrite.scaled):
+                    self.rewrite.encode(job)
         else:
             self._in_place(tensors, shared, turn, row, thread)
             self.copies.store(pipe, turn, share, row, thread)
+
+    @cute.jit
+    def _beside_copy(
+        self, tensors: Tensors, shared: Shared, pipe: Pipe, turn: Turn, share: Share, row: Row, thread: Thread, sums
+    ):
+        """Flush a checkpoint tile by tile, as they come, and make its copy."""
+        each, layout = 4 * self.spec.token_tiles, self.spec.shared
+        for k in cutlass.range_constexpr(each * self.spec.tiles):
+            sums[k] = Float32(0.0)
+        offset = turn.stage * layout.stage_bytes + thread.warp * layout.warp_bytes
+        words = cute.recast_ptr(shared.raw + cute.assume(offset, divby=1024), dtype=Int32)
+        for tile in cutlass.range(self.spec.tiles, unroll=1):
+            inputs = shared.address + (turn.inputs + tile * layout.input_tile_bytes)
+            p0 = share.rows.p0 + P_TILE * tile
+            job = self.rewrite.job(tensors, shared, words, inputs, turn, p0, row, thread)
+            self.copies.await_tile(pipe, turn, tile)
+            self.rewrite.advance(job)
+            self.copies.store_tile(pipe, turn, tile, share, row, thread)
+            if cutlass.const_expr(self.rewrite.scaled):
+                self.rewrite.encode(job)
+            self.copies.load_next_tile(pipe, turn, tile, share, row, thread)
+            for k in cutlass.range_constexpr(each * self.spec.tiles):  # registers have fixed numbers
+                mine = tile == k // each
+                sums[k] = Float32(cutlass.select_(mine, job.read_out[k % each], sums[k]))
 
     def _tile(self, shared, turn, tile, thread):
         """A tile's state in the turn's stage, as words, and the address of its inputs."""

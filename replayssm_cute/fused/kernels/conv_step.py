@@ -27,6 +27,7 @@ from ...kernels.phases import Inputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
 from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
+from ...kernels.state_copies import Atoms
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
 from ...problem import ROW_ALIGN
@@ -186,10 +187,8 @@ class ConvStepKernel(StepKernel):
     @cute.kernel
     def kernel(
         self,
-        atom: cute.CopyAtom,
-        tma_state: cute.Tensor,
-        store_atom: cute.CopyAtom,
-        tma_stored: cute.Tensor,
+        read: Atoms,
+        checkpoint: Atoms | None,
         tensors: LayerTensors,
     ):
         """A step's, but for what `early` asks for; see `StepKernel.kernel`."""
@@ -201,7 +200,7 @@ class ConvStepKernel(StepKernel):
         slot = self.slot(tensors, number)
         new = spec.new_tokens(number, tensors)
         shared = self.views(*self.allocate(spec.shared.total))
-        pipe = self.copies.pipe(atom, tma_state, store_atom, tma_stored, shared, thread)
+        pipe = self.copies.pipe(read, checkpoint, shared, thread)
         self.copies.prepare(pipe, thread)
         share = self.share(rows, head0, count, thread)
         entry = self.entry(tensors, slot, group, new)
