@@ -154,13 +154,14 @@ class Problem:
         return dtypes.BYTES[self.state_dtype]
 
     def state_traffic(self) -> tuple[int, int, int]:
-        """Bytes of state and scales that a row moves: read by a step; read beside that, and written, by a flush."""
+        """Bytes of state and scales that a row moves: read by a step; read more than that, and written, by a flush."""
         elements = self.heads * self.head_dim * self.d_state
         scales = 4 * self.heads * self.head_dim if self.scaled else 0
         read = elements * self.read_bytes + scales
         if self.copy_dtype is None:
             return read, 0, read
-        return read, elements * self.state_bytes, read + elements * self.state_bytes
+        kept = elements * self.state_bytes  # a flush reads it in place of the copy
+        return read, kept - read, kept + read
 
     def bytes_per_slot(self) -> int:
         """Bytes of one slot of one layer (state, ring, cursors)."""

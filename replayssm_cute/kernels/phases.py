@@ -33,6 +33,21 @@ class Inputs:
     x: Any  # `Tokens.new_x`, for a CTA's only turn
 
 
+@dataclass(frozen=True, eq=False)
+class RingInputs:
+    """What a thread asked for of the ring.
+
+    Attributes:
+        b_rows: B of its warp's first tile of B·C.
+        dt: of the head whose vectors its warp makes.
+        raw: of a step that convolves x itself, x before the conv.
+    """
+
+    b_rows: Any
+    dt: Any
+    raw: Any = None
+
+
 def following(stage, phase, stages: int):
     """The stage after this one, of so many, and the phase of its barrier."""
     wraps = stage == stages - 1
@@ -177,15 +192,17 @@ class Phases:
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
         return Inputs(c, decay, x)
 
-    def ask_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread):
-        """Ask for the ring: B of this warp's first tile of B·C and dt of its first head, which are returned, and x."""
+    def ask_ring(
+        self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread
+    ) -> RingInputs:
+        """Ask for the ring; x of it goes to shared memory."""
         bc_tile = self.products.tile(thread.warp % self.spec.shared.tile_warps)
         bc_rows = self.products.new_rows()
         ring_dt = self.decay.load_ring(tensors, row, share.scan_head, thread)
         self.products.load_rows(bc_rows, tensors, row, bc_tile, thread)
         self.tokens.copy_ring(tensors, shared, row, share)
         cute.arch.cp_async_commit_group()
-        return bc_rows, ring_dt
+        return RingInputs(bc_rows, ring_dt)
 
     @cute.jit
     def multiply_and_scan(
@@ -196,27 +213,25 @@ class Phases:
         share: Share,
         thread: Thread,
         inputs: Inputs,
-        bc_rows,
-        ring_dt,
+        ring: RingInputs,
         flush,
     ):
         """Once per CTA: B·C, decay vectors, appended rows of B and dt; B of the ring for a flush."""
         spec, layout = self.spec, self.spec.shared
         number = thread.warp % layout.tile_warps
+        b_rows = ring.b_rows
         appends = (share.head0 % spec.problem.heads_per_group == 0) & (share.rows.split == 0)
-        self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, self.products.tile(number), thread)
+        self.products.partial_sums(b_rows, tensors, shared, row, appends, flush, self.products.tile(number), thread)
         for more in cutlass.range_constexpr(1, self.products.rounds):
             later_tile = self.products.tile(number + more * layout.tile_warps)
             if cutlass.const_expr(spec.skips):
                 if self.products.wanted(row, later_tile):
-                    self.products.load_rows(bc_rows, tensors, row, later_tile, thread)
-                    self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, later_tile, thread)
+                    self.products.multiply(b_rows, tensors, shared, row, appends, flush, later_tile, thread)
             else:
-                self.products.load_rows(bc_rows, tensors, row, later_tile, thread)
-                self.products.partial_sums(bc_rows, tensors, shared, row, appends, flush, later_tile, thread)
+                self.products.multiply(b_rows, tensors, shared, row, appends, flush, later_tile, thread)
         if share.scan < share.count:
             self.decay.make_vectors(
-                tensors, shared, share.scan, share.scan_head, inputs.decay, ring_dt, row, share, thread
+                tensors, shared, share.scan, share.scan_head, inputs.decay, ring.dt, row, share, thread
             )
         if cutlass.const_expr(spec.config.heads_per_cta > spec.warps):
             for i in cutlass.range(share.scan + spec.warps, share.count, spec.warps, unroll=1):

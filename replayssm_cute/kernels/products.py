@@ -81,6 +81,11 @@ class Products:
             held[k] = Int32(0)
         return held
 
+    def multiply(self, held, tensors: Tensors, shared: Shared, row: Row, appends, flush, tile, thread: Thread):
+        """Ask for a tile and multiply it."""
+        self.load_rows(held, tensors, row, tile, thread)
+        self.partial_sums(held, tensors, shared, row, appends, flush, tile, thread)
+
     @cute.jit
     def partial_sums(self, held, tensors: Tensors, shared: Shared, row: Row, appends, flush, tile, thread: Thread):
         """Multiply a tile's slice, leave the sums, (position, token), in its part of `products`, append new rows.

@@ -156,7 +156,7 @@ class StepKernel(Phases):
             scales = self.scales.new()
             self.scales.ask(scales, tensors.scale, row.slot, share.first, share.rows.p0, thread.g)
         self.readout_c.stage(shared.raw, inputs.c)
-        bc_rows, ring_dt = self.ask_ring(tensors, shared, row, share, thread)
+        ring = self.ask_ring(tensors, shared, row, share, thread)
         cute.arch.sync_threads()
         # A CTA's only turn appends its x here, where the store's way to memory costs no time.
         if cutlass.const_expr(self.only_turn):
@@ -166,7 +166,7 @@ class StepKernel(Phases):
         # The state was asked for before everything that waits for the cursors: its read-out comes before the ring's.
         read_out = self.new_read_out(shared, scales, thread)
         self.first_read_out(read_out, shared, pipe, share, row, flush, thread)
-        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
+        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, ring, flush)
         cute.arch.sync_threads()
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)

@@ -15,6 +15,7 @@ arithmetic and its order are those of `conv`, and so are the results.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...kernels.bundles import Entry, NewTokens, Row, Share, Shared, Tensors, Thread
-from ...kernels.phases import Inputs
+from ...kernels.phases import Inputs, RingInputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
 from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
@@ -224,9 +225,9 @@ class ConvStepKernel(StepKernel):
             self.leave_out(tensors, new, share, thread)
 
     def ask_ring(self, tensors: LayerTensors, shared: Shared, row: Row, share: Share, thread: Thread):
-        """The raw inputs too; they go with dt of the ring until `multiply_and_scan` needs them."""
-        bc_rows, ring_dt = super().ask_ring(tensors, shared, row, share, thread)
-        return bc_rows, (ring_dt, None if self.shape.early else self.tokens.ask(tensors, row, share))
+        """The raw inputs too, until `multiply_and_scan` needs them."""
+        ring = super().ask_ring(tensors, shared, row, share, thread)
+        return ring if self.shape.early else dataclasses.replace(ring, raw=self.tokens.ask(tensors, row, share))
 
     @cute.jit
     def multiply_and_scan(
@@ -237,15 +238,13 @@ class ConvStepKernel(StepKernel):
         share: Share,
         thread: Thread,
         inputs: Inputs,
-        bc_rows,
-        asked,
+        ring: RingInputs,
         flush,
     ):
         """The conv of x first; the barrier behind this phase is the one that x waits for."""
-        ring_dt, raw = asked
         if cutlass.const_expr(not self.shape.early):
-            self.tokens.store(tensors, shared, raw, row, share)
-        StepKernel.multiply_and_scan(self, tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
+            self.tokens.store(tensors, shared, ring.raw, row, share)
+        StepKernel.multiply_and_scan(self, tensors, shared, row, share, thread, inputs, ring, flush)
 
 
 def conv_arguments(shape: StepShape) -> list[Any]:

@@ -193,14 +193,14 @@ class Sm100StepKernel(Phases):
         self.readout_c.stage(shared.raw, inputs.c)
         self.operands.stage(shared.raw, inputs.c)
         fence_writes()
-        bc_rows, ring_dt = self.ask_ring(tensors, shared, row, share, thread)
+        ring = self.ask_ring(tensors, shared, row, share, thread)
         cute.arch.sync_threads()
         fence_after_sync()
         base = load_words(shared.raw + spec.tensor.base, 1)[0]
         if cutlass.const_expr(self.only_turn):
             self.tokens.append_new(tensors, inputs.x, row, share)
         flush = self.flushes(row)
-        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, bc_rows, ring_dt, flush)
+        self.multiply_and_scan(tensors, shared, row, share, thread, inputs, ring, flush)
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=spec.threads)
         if cutlass.const_expr(not self.only_turn):
             self.append_and_weigh(tensors, shared, row, share, thread)
