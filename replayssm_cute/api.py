@@ -84,9 +84,9 @@ def checkpointing_ssu(
         cu_seqlens: (b + 1,) int32, contiguous: rows have lengths of their own and lie packed (see below).
         max_seqlen: with cu_seqlens, the most tokens that a row may have, 1..32; this is T of R = W + T.
         enable_pdl: promises that the direct predecessor on the stream writes only x, B, C, dt and z.
-        state_copy: (slots, H, P, N) bf16, float8_e4m3fn or int8, beside an f32 state: steps read this copy, and state
-            is read and written at a flush alone, which writes the copy too. So the recurrence stays exact, and what a
-            step reads is as small as the copy. Where a slot's state is set by other means, so must its copy be
+        state_copy: (slots, H, P, N) bf16, float8_e4m3fn or int8, beside an f32 state: steps read this copy; a row
+            that flushes reads state instead, and writes both. So the recurrence stays exact, and what a step reads is
+            as small as the copy. Where a slot's state is set by other means, so must its copy be
             (`rounding.encode` makes one).
         precision: "highest" reads an f32 state without a copy with all its bits (errors before the rounding of the
             output of at most 1e-5 instead of about 3e-4), at the price of twice the products with the state.

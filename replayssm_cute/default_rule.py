@@ -53,7 +53,10 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         # W 32 takes 194 us so (two stages, B kept: 202), W 64 251 us (283).
         options = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
     elif not narrow and work >= SOME:
-        options = [TileConfig(n, tail_rows=tail) for n in ((4, 2) if work >= MOST else (2,))]
+        # Four CTAs of two heads fit a multiprocessor; ragged rows would take more registers than that, 150 for 128.
+        caps = (4, 1) if problem.ragged and problem.window <= SKIPPED else (1,)
+        two = [TileConfig(2, tail_rows=tail, ctas_per_sm=n) for n in caps]
+        options = [TileConfig(4, tail_rows=tail), *two] if work >= MOST else two
     options = [c for c in options if c.is_valid(problem, target)]
     if options:  # fewer heads a CTA where a long window's x takes the room of CTAs
         state = problem.head_dim * problem.d_state * problem.read_bytes

@@ -95,18 +95,21 @@ class StepKernel(Phases):
         self.copies.prepare(pipe, thread)
 
         # What needs no slot is asked for while the slot is on its way. Under PDL the state and the cursors go
-        # first instead: the predecessor may still be writing the inputs, but nothing else.
+        # first instead: the predecessor may still be writing the inputs, but nothing else. Ragged rows' inputs wait
+        # as the state does, for where they are; the state takes longest.
         share = self.share(rows, head0, count, thread)
         entry = self.entry(tensors, slot, group, new)
         start, pnat = Int32(0), Int32(0)
-        if cutlass.const_expr(p.pdl):
+        state_first = p.pdl or p.ragged
+        if cutlass.const_expr(state_first):
             if entry.live:
                 start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
+        if cutlass.const_expr(p.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         inputs = self.ask_inputs(tensors, shared, entry, share, thread)
         if entry.live:
-            if cutlass.const_expr(not p.pdl):
+            if cutlass.const_expr(not state_first):
                 start, pnat = self.ask_state(tensors, pipe, entry, share, thread)
             self.work(tensors, shared, pipe, entry.at(start, pnat), share, thread, inputs)
         else:
