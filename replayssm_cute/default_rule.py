@@ -10,7 +10,7 @@ from .problem import Problem
 from .target import Target
 
 # Heads a multiprocessor from which states below 4 bytes take two tiles a warp; from which f32 states take two heads a
-# CTA, narrower ones too, and f32 ones four.
+# CTA and bf16 ones four; from which all narrower ones take several, and f32 ones four.
 WIDE, SOME, MANY, MOST = 3, 8, 30, 160
 IN_FLIGHT = 80 << 10  # bytes of state that the CTAs of a multiprocessor should have asked for
 
@@ -34,8 +34,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
 
     Measured on one H200, W 16 (heads a multiprocessor in brackets). f32, 128 heads, T 4 and T 1: one head a CTA is best
     up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64: two take 24.5 and
-    78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.6 us at batch 4, one 6.9; two heads of two tiles 47.7 us
-    at batch 64 and 176.4 at 256, four of one tile 49.5 and 178.1. A head whose state is larger than the target's shared
+    78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.7 us at batch 4, one 7.0; four heads in two stages 16.2 at
+    16, two tiles a warp 16.7 (T 1: 14.3, 15.8; f16 prefers the tiles, 17.2 to 17.6); two heads of two tiles 47.4 at 64
+    and 174.7 at 256, four of one tile 49.5 and 178. A head whose state is larger than the target's shared
     memory is split over the fewest CTAs that hold it.
 
     Raises:
@@ -49,9 +50,13 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     elif narrow and work >= MANY and not long:
         options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in (7, 4, 1)]
     elif narrow and work >= MANY:
-        # A long window's inputs take as much shared memory as 2-byte states: B from L2 lets more CTAs in. At batch 256
-        # W 32 takes 194 us so (two stages, B kept: 202), W 64 251 us (283).
-        options = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
+        # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32: 55.6
+        # us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us, 283.
+        kept = TileConfig(4, tail_rows=tail, ctas_per_sm=4)
+        spared = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
+        options = [kept] if kept.is_valid(problem, target) else spared
+    elif problem.kinds == "bf16" and work >= SOME and not (long or problem.rewrites or problem.tokens > 8):
+        options = [TileConfig(4, 2)]
     elif not narrow and work >= SOME:
         # Four CTAs of two heads fit a multiprocessor; ragged rows would take more registers than that, 150 for 128.
         caps = (4, 1) if problem.ragged and problem.window <= SKIPPED else (1,)

@@ -174,7 +174,7 @@ def test_winners_of_every_kind_are_tried_early() -> None:
         ("f32", TileConfig(4, tail_rows=8)),
         ("bf16", TileConfig(2, tiles_per_warp=2, ctas_per_sm=7, tail_rows=8)),
         ("bf16", TileConfig(tiles_per_warp=2)),
-        ("bf16", TileConfig(4, 2, ctas_per_sm=4, tail_rows=8)),
+        ("bf16", TileConfig(4, 2)),
         ("f16", TileConfig(2, tiles_per_warp=2, tail_rows=8)),
     ]
     for state, config in winners:
