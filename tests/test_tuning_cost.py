@@ -127,6 +127,7 @@ def test_b_comes_from_l2_where_a_cta_more_fits() -> None:
         ({}, TileConfig()),
         ({}, TileConfig(tiles_per_warp=2)),
         ({}, TileConfig(4, 1, tail_rows=8)),
+        ({"ragged": True}, TileConfig(2, tail_rows=8)),
         ({"state_dtype": "f16"}, TileConfig(2, 2)),
         ({"state_dtype": "bf16"}, TileConfig(4, 2)),
         ({"state_dtype": "bf16", "window": 64}, TileConfig(4, 2)),

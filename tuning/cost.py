@@ -21,6 +21,7 @@ first and for a start on a GPU that nobody has measured.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
