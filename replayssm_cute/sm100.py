@@ -1,9 +1,9 @@
 """The step kernel for data-centre Blackwell: what it covers, its configs, where it keeps what, and when it may serve.
 
 Its tensor cores read the state from shared memory, 128 rows at a time (two heads of 64 rows, one of 128, or one of 80
-and 48 rows that nobody looks at), and leave S·C in tensor memory. It has been compiled and simulated, and never run on a
-GPU: it serves only where it is asked for (`REPLAYSSM_SM100=1`, a call's config, a table measured on the GPU) and has
-passed its self-check. Nothing here imports the DSL.
+and 48 rows that nobody looks at), and leave S·C in tensor memory. It has been compiled and simulated, and never run on
+a GPU: it serves only where it is asked for (`REPLAYSSM_SM100=1`, a call's config, a measured table) and has passed its
+self-check. Nothing here imports the DSL.
 """
 
 from __future__ import annotations

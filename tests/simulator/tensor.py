@@ -31,6 +31,7 @@ class Mma:
     b: np.ndarray
     column: int
     adds: bool
+    clock: np.ndarray  # what the warp that started it knew of others: of that, too, a barrier tells
     tick: int = 0  # of the tensor cores, once it is done
 
 
@@ -123,7 +124,9 @@ def multiply(kind: str, to: Any, a: int, b: int, shape: int, adds: bool) -> None
     if adds:
         assert memory.pending[to : to + columns].all(), "adds to sums that no MMA of this chain has made"
     memory.pending[to : to + columns] = True
-    memory.started.append(Mma(operand, *places, to, adds))
+    clock = NOW.warp.clock.copy()
+    clock[NOW.warp.index] -= 1
+    memory.started.append(Mma(operand, *places, to, adds, clock))
 
 
 def commit(barrier: Any) -> None:
@@ -137,6 +140,8 @@ def commit(barrier: Any) -> None:
         while told and not told[-1].tick:  # MMAs are done in the order that they were started in
             _run(cta, memory.started.pop(0))
         mbarrier.clock[TENSOR_CORES] = max(mbarrier.clock[TENSOR_CORES], told[-1].tick if told else before)
+        for mma in told:
+            mbarrier.clock = np.maximum(mbarrier.clock, mma.clock)
         return -1
 
     mbarrier.pending.append(done)
@@ -146,9 +151,7 @@ def _run(cta: Any, mma: Mma) -> None:
     memory, columns = cta.tensor, slice(mma.column, mma.column + len(mma.b))
     memory.done += 1
     mma.tick = memory.done
-    a, b = (
-        matrix(mma.kind, cta.shared.take(index.ravel(), mma.tick).reshape(index.shape)) for index in (mma.a, mma.b)
-    )
+    a, b = (matrix(mma.kind, cta.shared.take(index.ravel(), mma.tick).reshape(index.shape)) for index in (mma.a, mma.b))
     product = np.full((TENSOR_LANES, len(b)), np.nan, np.float32)
     product[: len(a)] = a @ b.T
     memory.values[:, columns] = memory.values[:, columns] + product if mma.adds else product

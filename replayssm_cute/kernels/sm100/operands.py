@@ -2,8 +2,8 @@
 
 Both matrices lie K-major under the 128-byte swizzle: blocks of 128 bytes of K, in a block one row after the other, and
 in row r the 16-byte chunk j at place j ^ (r % 8). A is the state, the rows of a turn's heads a block, put there by TMA;
-B is C, 16 rows a block, tokens that are there in the first ones. An MMA reads 128 rows of A: where a turn has fewer (one
-head of 80), the others are whatever lies behind the block. Those rows, and rows of tokens that are not there, hold
+B is C, 16 rows a block, tokens that are there in the first ones. An MMA reads 128 rows of A: where a turn has fewer
+(one head of 80), the others are whatever lies behind the block. Those rows, and rows of tokens that are not there, hold
 anything: an MMA keeps rows and tokens apart, and their sums are never read, or never stored.
 """
 

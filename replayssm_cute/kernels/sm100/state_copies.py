@@ -72,7 +72,7 @@ class StateCopies:
 
     @cute.jit
     def ask(self, pipe: Pipe, full, tile, stage, slot32):
-        """Ask for the state of the `tile`-th heads of a slot, as many as a turn takes; `full` are the stages' barriers."""
+        """Ask for the state of a slot's `tile`-th heads, as many as a turn takes; `full` are the stages' barriers."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.spec.shared.stage_bytes)
         source = pipe.from_global[None, 0, 0, tile, 0, slot32]

@@ -249,6 +249,15 @@ class Sm100StepKernel(Phases):
             fence_writes()  # what was read before the answer after next is written there
             cute.arch.sync_warp()
             answer, phase = following(answer, phase, ANSWERS)
+        self.await_stages(barriers, before)
+
+    @cute.jit
+    def await_stages(self, barriers: Barriers, before):
+        """Wait until all stages are empty: a CTA must outlive what arrives at its barriers."""
+        stage, phase = self.where(before, self.spec.config.stages)
+        for _ in cutlass.range(self.spec.config.stages, unroll=1):
+            cute.arch.mbarrier_wait(barriers.empty + stage, phase ^ 1)
+            stage, phase = following(stage, phase, self.spec.config.stages)
 
     @cute.jit
     def load_place(self, tensors: Tensors, barriers: Barriers, pipe: Pipe, block, before):
