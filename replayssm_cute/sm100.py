@@ -151,6 +151,15 @@ class Sm100Config(TileConfig):
         return max(1, min(by_memory, target.threads_per_sm // self.threads(problem)))
 
 
+def config_from_json(data: dict[str, Any]) -> TileConfig:
+    """The config of the `to_json` dict of either step kernel's.
+
+    Raises:
+        ValueError: for unknown fields or values that no config may have.
+    """
+    return (Sm100Config if "kernel" in data else TileConfig).from_json(data)
+
+
 def shape(problem: Problem) -> tuple[int, int, int]:
     """parallel_heads, tiles_per_warp and head_split: two tiles for each of four warps, or five tiles for as many.
 
