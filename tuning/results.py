@@ -281,6 +281,8 @@ def _check(results: Results) -> None:
 
 def plain(value: Any) -> Any:
     """JSON-like data of dataclasses, mappings and sequences; what is not finite becomes None."""
+    if isinstance(value, TileConfig):
+        return value.to_json()  # which says whose kernel's it is
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
