@@ -50,8 +50,9 @@ def blackwell(problem: Problem, target: Target) -> tuple[Sm100Config, ...]:
     """Every valid config of the Blackwell kernel worth a measurement, where it covers the problem; elsewhere none.
 
     The cost model knows nothing of this kernel, so that these are few: turns and stages, the whole ring for the
-    smallest CTAs, with and without the usual tail, each with and without launch control. The latter's CTAs last, and
-    take more registers: where these let in fewer CTAs than shared memory does, they are capped too.
+    smallest CTAs, with and without the usual tail, each with and without launch control. With it kernels take 150 to 250
+    registers if they may, so that two CTAs are asked for too where shared memory holds as many; for three nearly all
+    would spill.
     """
     if target.arch not in ARCHES or not covers(problem):
         return ()
@@ -61,9 +62,7 @@ def blackwell(problem: Problem, target: Target) -> tuple[Sm100Config, ...]:
     found = []
     for turns, stages, ring, rows in shapes:
         free = Sm100Config.of(problem, turns, stages, ring, tail_rows=rows)
-        resident = free.resident(problem, target)
-        found += [free, dataclasses.replace(free, launch_control=True)]
-        found += [dataclasses.replace(free, launch_control=True, ctas_per_sm=n) for n in (2, 3) if n <= resident]
+        found += [free, *(dataclasses.replace(free, launch_control=True, ctas_per_sm=n) for n in (1, 2))]
     return tuple(c for c in found if c.is_valid(problem, target))
 
 
