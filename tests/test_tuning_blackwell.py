@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replayssm_tuning import candidates, fit, on_device, plan, space, sweep
+from gpu_kernels import of_layers
+from replayssm_tuning import candidates, fit, layer_bench, layer_search, on_device, plan, space, sweep
 from replayssm_tuning.results import Results
 from replayssm_tuning.worker import Answer
 from rich.console import Console
@@ -15,6 +16,10 @@ from tuning_fakes import PLAN, POLICY, Compiler, Device
 
 from replayssm_cute import compiler, fingerprint, tables
 from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
+from replayssm_cute.fused.chains import Overlap
+from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.fused.shapes import StepShape
 from replayssm_cute.problem import Problem
 from replayssm_cute.sm100 import ARCHES, Sm100Config, default_sm100_configs
 from replayssm_cute.target import named
@@ -113,3 +118,22 @@ def test_estimates_are_of_the_portable_kernel_alone() -> None:
         == tables.kernels_named("sm_90a", "measured")
     )
     assert tables.kernels_named("sm_100a", "measured") != fingerprint.kernels()
+
+
+def test_a_layers_step_that_convolves_x_is_the_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tables name: the Blackwell kernel takes no conv."""
+    problem = layer_bench.layer_problem(4, 16, "f32")
+    own = Sm100Config.of(problem.step, launch_control=True)
+    monkeypatch.setattr(tables, "choose", lambda *_: tables.Choice(own, "table", ""))
+    monkeypatch.setattr(tables, "candidates", lambda *_: (own, TileConfig()))
+    assert layer_search.step_config(problem, 4, B200) == default_config(problem.step, B200, 4)
+    for made in (Overlap.ALL_X, Overlap.INNER_X):
+        loaded = of_layers(B200, {"problem": problem, "batch": 4, "overlap": made})
+        shapes = [r.shape for r in loaded if isinstance(r, LayerRecipe) and isinstance(r.shape, StepShape)]
+        assert not any(isinstance(shape.config, Sm100Config) for shape in shapes), "the served one is not fused"
+        assert any(isinstance(r, compiler.StepRecipe) and r.config == own for r in loaded)
+    given = {"problem": problem, "batch": 4, "overlap": Overlap.ALL_X}
+    monkeypatch.setattr(tables, "choose", lambda *_: tables.Choice(TileConfig(), "table", ""))
+    loaded = of_layers(B200, given)
+    shapes = [r.shape for r in loaded if isinstance(r, LayerRecipe) and isinstance(r.shape, StepShape)]
+    assert {shape.config for shape in shapes} == {TileConfig()}, "of the tables' configs, those that can be fused"

@@ -50,8 +50,8 @@ def blackwell(problem: Problem, target: Target) -> tuple[Sm100Config, ...]:
     """Every valid config of the Blackwell kernel worth a measurement, where it covers the problem; elsewhere none.
 
     The cost model knows nothing of this kernel, so that these are few: turns and stages, the whole ring for the
-    smallest CTAs, with and without the usual tail, each with and without launch control. With it kernels take 150 to 250
-    registers if they may, so that two CTAs are asked for too where shared memory holds as many; for three nearly all
+    smallest CTAs, with and without the usual tail, each with and without launch control. With it kernels take 150 to
+    250 registers if they may, so that two CTAs are asked for too where shared memory holds as many; of three nearly all
     would spill.
     """
     if target.arch not in ARCHES or not covers(problem):
