@@ -110,7 +110,18 @@ def test_ragged_slips_are_seen(slip: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["plain", "two turns, one stage", "bf16, two turns", "heads of 128 rows", "T 9, W 11"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "two turns, one stage",
+        "bf16, two turns",
+        "heads of 128 rows",
+        "T 9, W 11",
+        "heads of 80 rows",
+        "launch control, heads of 80 rows, two turns, two stages, a tail",
+    ],
+)
 def test_it_does_what_the_portable_kernel_does(name: str) -> None:
     """Flushed states and rings bit for bit, outputs to within a rounding: what a GPU has shown of the one is shared."""
     problem, config = CASES[name]
