@@ -44,6 +44,7 @@ log = logging.getLogger("replayssm_cute")
 FORMAT = 1  # of a verdict's file
 OUTCOMES = ("passed", "failed", "crashed")
 ROWS = 6  # live rows of a trial, and as many again in the tail of a config that has one
+PLACES = 640  # CTAs of the trial that has more than a GPU holds at a time: two for each of 160 multiprocessors, twice
 HANG_SECONDS = 60.0  # a trial takes microseconds; the rest is for a GPU that others keep busy
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -364,47 +365,55 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
     apart, with NaN between. A config with a tail gets batches that reach beyond it, and every pnat in either part.
     A ragged problem gets all of this three times: with every row at full length; then with lengths of 0..T, chosen so
     that no row flushes that would at full length; then with one token more, which makes just these flush. The last
-    two have tokens, holding NaN, that no row has.
+    two have tokens, holding NaN, that no row has. Where CTAs take over the work of others that have not started
+    (`Sm100Config.launch_control`), a last call has more of them than a GPU holds, with padding throughout.
     """
+    in_tail = min(config.tail_rows, ROWS)  # live ones; padding fills the rest of a long tail
+    step, period = in_tail or ROWS, problem.window + 1
     for more in (None, 0, 1) if problem.ragged else (None,):
-        yield from _trials(problem, config, more)
+        for number in range(max(3, -(-period // step))):  # three show short windows in every way to wrap
+            yield _trial(problem, config, more, number, range(number * step, number * step + ROWS + in_tail))
+    if isinstance(config, Sm100Config) and config.launch_control:
+        rows = max(ROWS, -(-PLACES // config.ctas_per_row(problem)))
+        yield _trial(problem, config, 1 if problem.ragged else None, 0, range(rows + in_tail), padded=8)
 
 
-def _trials(problem: Problem, config: TileConfig, more: int | None) -> Iterator[Call]:
+def _trial(
+    problem: Problem, config: TileConfig, more: int | None, number: int, live: range, padded: int | None = None
+) -> Call:
+    """One call, with padding also after every `padded` rows in front of the tail."""
     period, tail = problem.window + 1, config.tail_rows
-    in_tail = min(tail, ROWS)  # live ones; padding fills the rest of a long tail
-    step = in_tail or ROWS
-    for number in range(max(3, -(-period // step))):  # three show short windows in every way to wrap
-        pad = (-1, 0)[number % 2]
-        live = range(number * step, number * step + ROWS + in_tail)
-        # Consecutive rows take turns at the ways to wrap, also where W + 1 is a multiple of their number.
-        ways = [(i + (i // period if period % 3 == 0 else 0)) % 3 for i in live]
-        pnat = [0, *(i % period for i in live)]
-        start = [0, *(_start(problem, n, way) for n, way in zip(pnat[1:], ways, strict=True))]
-        front = ROWS + (in_tail + 1) // 2
-        # Row 0 is padding, and so are its copies between the live rows at the two ends of the tail.
-        order = [*range(front + 1), *[0] * (tail - in_tail if tail else 1), *range(front + 1, len(pnat))]
-        lengths = [problem.tokens if more is None else _length(problem, n, more) for n in pnat]
-        lengths[0] = problem.tokens
-        if problem.index_dtype is None:  # row i has slot i, so that each row needs its own; slot 0 may be padding
-            pnat, start, lengths = ([values[i] for i in order] for values in (pnat, start, lengths))
-        call = random_call(
-            problem,
-            len(pnat),
-            slots=len(pnat) + 2,
-            pnat=pnat,
-            ring_start=start,
-            padding=() if problem.index_dtype is None else (0,),
-            pad_slot_id=pad,
-            seed=number,
-            lengths=lengths if problem.ragged else None,
-            tail=0 if more is None else number + 1,
-        )
-        if call.state_batch_indices is not None:
-            call = _take_rows(call, order)
-            if pad == 0 and order.count(0) > 1 and call.state_batch_indices is not None:
-                call.state_batch_indices[front + 1] = -3
-        yield call if problem.compact else _spread_heads(call)
+    in_tail = min(tail, ROWS)
+    pad = (-1, 0)[number % 2]
+    # Consecutive rows take turns at the ways to wrap, also where W + 1 is a multiple of their number.
+    ways = [(i + (i // period if period % 3 == 0 else 0)) % 3 for i in live]
+    pnat = [0, *(i % period for i in live)]
+    start = [0, *(_start(problem, n, way) for n, way in zip(pnat[1:], ways, strict=True))]
+    front = len(live) - in_tail // 2
+    # Row 0 is padding, and so are its copies between the live rows at the two ends of the tail.
+    before = [n for i in range(front + 1) for n in ((i, 0) if padded and i % padded == 0 else (i,))]
+    order = [*before, *[0] * (tail - in_tail if tail else 1), *range(front + 1, len(pnat))]
+    lengths = [problem.tokens if more is None else _length(problem, n, more) for n in pnat]
+    lengths[0] = problem.tokens
+    if problem.index_dtype is None:  # row i has slot i, so that each row needs its own; slot 0 may be padding
+        pnat, start, lengths = ([values[i] for i in order] for values in (pnat, start, lengths))
+    call = random_call(
+        problem,
+        len(pnat),
+        slots=len(pnat) + 2,
+        pnat=pnat,
+        ring_start=start,
+        padding=() if problem.index_dtype is None else (0,),
+        pad_slot_id=pad,
+        seed=number,
+        lengths=lengths if problem.ragged else None,
+        tail=0 if more is None else number + 1,
+    )
+    if call.state_batch_indices is not None:
+        call = _take_rows(call, order)
+        if pad == 0 and order.count(0) > 1 and call.state_batch_indices is not None:
+            call.state_batch_indices[len(before)] = -3
+    return call if problem.compact else _spread_heads(call)
 
 
 def _take_rows(call: Call, order: list[int]) -> Call:

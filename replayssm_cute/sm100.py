@@ -1,8 +1,9 @@
 """The step kernel for data-centre Blackwell: what it covers, its configs, where it keeps what, and when it may serve.
 
-Its tensor cores read the state from shared memory, 128 rows at a time (two heads of 64 rows, or one of 128), and leave
-S·C in tensor memory. It has been compiled and simulated, and never run on a GPU: it serves only where it is asked for
-(`REPLAYSSM_SM100=1`, or a call's config) and has passed its self-check. Nothing here imports the DSL.
+Its tensor cores read the state from shared memory, 128 rows at a time (two heads of 64 rows, one of 128, or one of 80
+and 48 rows that nobody looks at), and leave S·C in tensor memory. It has been compiled and simulated, and never run on
+a GPU: it serves only where it is asked for (`REPLAYSSM_SM100=1`, a call's config, a measured table) and has passed its
+self-check. Nothing here imports the DSL.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from .problem import Problem
 from .target import Target
 
 ARCHES = ("sm_100a", "sm_103a")
-ROWS = 128  # M of the MMA: rows of the state that a CTA takes at a time
+ROWS = 128  # M of the MMA: what it takes of the state at a time, or more
+HEADS_AT_A_TIME = {64: 2, 80: 1, 128: 1}  # by head_dim
 COLUMNS = 16  # N of the MMA comes in steps of it beside M = 128
 MANY = 48  # heads a multiprocessor from which CTAs take turns
-WARPS = 4  # of the epilogue: a warp can read 32 of tensor memory's 128 lanes; one more warp issues copies and MMAs
+LANES = 32  # of tensor memory's 128, which a warp can read: a quarter, by its number modulo 4
+ANSWERS = 2  # of cluster launch control that a CTA has room for: the next is asked for while warps take the last
+ANSWER_BYTES = 16
 TENSOR_COLUMNS = 512  # of tensor memory, for all CTAs of a multiprocessor
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two
 ALIGNMENT = 1024  # bytes: period of the 128-byte swizzle
@@ -32,9 +36,9 @@ def uncovered(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem on any GPU, or None if it can."""
     if problem.rewrites or problem.precision != "default":
         return "8-bit states, read copies, stochastic rounding and the highest precision are the portable kernel's"
-    if ROWS % problem.head_dim:
-        return f"head_dim {problem.head_dim} does not divide the {ROWS} rows of an MMA"
-    if problem.heads_per_group % (ROWS // problem.head_dim):
+    if problem.head_dim not in HEADS_AT_A_TIME:
+        return f"head_dim {problem.head_dim} is none of {sorted(HEADS_AT_A_TIME)}"
+    if problem.heads_per_group % HEADS_AT_A_TIME[problem.head_dim]:
         return f"{problem.heads_per_group} heads a group are not pairs, and heads of {problem.head_dim} rows are paired"
     if problem.state_dtype not in ("f32", problem.io_dtype):
         return f"{problem.state_dtype} state with {problem.io_dtype} inputs: the MMA takes operands of one type"
@@ -46,14 +50,25 @@ def covers(problem: Problem) -> bool:
     return uncovered(problem) is None
 
 
+@dataclass(frozen=True, slots=True)
 class Sm100Config(TileConfig):
     """A tile config of this kernel: never equal to one of the portable kernel.
 
-    parallel_heads x head_dim is 128, tiles_per_warp 2, head_split 1; `of` fills these in. The other fields mean what
-    they mean in `TileConfig`; a stage holds 128 rows.
+    parallel_heads, tiles_per_warp and head_split follow from head_dim (`shape`); `of` fills them in. The other fields
+    mean what they mean in `TileConfig`; a stage holds the heads of a turn.
+
+    Attributes:
+        launch_control: whether a CTA that is done goes on with the work of one that has not started yet, which the
+            hardware then starts no more (cluster launch control), and asks for its states while it still works on what
+            it has. Without, each CTA does its own part of the grid and ends.
     """
 
-    __slots__ = ()
+    launch_control: bool = False
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if not isinstance(self.launch_control, bool):
+            raise ValueError(f"config: launch_control is {self.launch_control!r}, expected a bool")
 
     @classmethod
     def of(
@@ -64,16 +79,19 @@ class Sm100Config(TileConfig):
         ring: str = "live",
         ctas_per_sm: int = 1,
         tail_rows: int = 0,
+        launch_control: bool = False,
     ) -> Sm100Config:
-        """The config whose CTAs take `turns` times 128 rows.
+        """The config whose CTAs take `turns` times the heads of an MMA.
 
         Raises:
             ValueError: if the kernel does not cover the problem.
         """
         if reason := uncovered(problem):
             raise ValueError(f"problem: {problem.label()} has no sm_100a kernel: {reason}")
-        pair = ROWS // problem.head_dim
-        return cls(pair * turns, stages, 1, ring, ctas_per_sm, tail_rows, pair, 2)
+        heads, tiles, split = shape(problem)
+        return cls(
+            heads * turns, stages, split, ring, ctas_per_sm, tail_rows, heads, tiles, launch_control=launch_control
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `from_json` gives the same config back."""
@@ -95,8 +113,12 @@ class Sm100Config(TileConfig):
         return cls(**fields)
 
     def label(self) -> str:
-        """Short and readable: 'sm100 h4/2 s2 p1 r32 live c1 t8'."""
-        return f"sm100 {TileConfig.label(self)}"
+        """Short and readable: 'sm100 h4/2 s2 p1 r32 live c1 t8', with cluster launch control 'clc' at the end."""
+        return f"sm100 {TileConfig.label(self)}" + (" clc" if self.launch_control else "")
+
+    def threads(self, problem: Problem) -> int:
+        """Threads of a CTA: the epilogue's, a warp for MMAs and copies, with `launch_control` one for each of these."""
+        return (self.warps(problem) + (2 if self.launch_control else 1)) * WARP
 
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory a CTA asks for."""
@@ -108,12 +130,12 @@ class Sm100Config(TileConfig):
             return f"the kernel needs {' or '.join(ARCHES)}, {target.name} is {target.arch}"
         if reason := uncovered(problem):
             return reason
-        shape = (self.parallel_heads * problem.head_dim, self.tiles_per_warp, self.head_split)
-        if shape != (ROWS, 2, 1):
-            return f"parallel_heads x head_dim, tiles_per_warp and head_split are {shape}, expected {(ROWS, 2, 1)}"
+        found = (self.parallel_heads, self.tiles_per_warp, self.head_split)
+        if found != shape(problem):
+            return f"parallel_heads, tiles_per_warp and head_split are {found}, expected {shape(problem)}"
         if reason := TileConfig.invalid_reason(self, problem, target):  # its shared memory is asked of this class
             return reason
-        threads = self.ctas_per_sm * (WARPS + 1) * WARP
+        threads = self.ctas_per_sm * self.threads(problem)
         if threads > target.threads_per_sm:
             return (
                 f"ctas_per_sm {self.ctas_per_sm} needs {threads} threads, {target.name} holds {target.threads_per_sm}"
@@ -126,7 +148,26 @@ class Sm100Config(TileConfig):
     def resident(self, problem: Problem, target: Target) -> int:
         """CTAs that shared memory and threads let a multiprocessor hold: all of them must find tensor memory."""
         by_memory = target.shared_per_sm // (self.shared_bytes(problem) + SHARED_RESERVED)
-        return max(1, min(by_memory, target.threads_per_sm // ((WARPS + 1) * WARP)))
+        return max(1, min(by_memory, target.threads_per_sm // self.threads(problem)))
+
+
+def config_from_json(data: dict[str, Any]) -> TileConfig:
+    """The config of the `to_json` dict of either step kernel's.
+
+    Raises:
+        ValueError: for unknown fields or values that no config may have.
+    """
+    return (Sm100Config if "kernel" in data else TileConfig).from_json(data)
+
+
+def shape(problem: Problem) -> tuple[int, int, int]:
+    """parallel_heads, tiles_per_warp and head_split: two tiles for each of four warps, or five tiles for as many.
+
+    A warp can read a quarter of tensor memory's lanes alone, two tiles of 16 rows. Those of an 80-row head are two, two
+    and one, for two, two and one warp.
+    """
+    heads = HEADS_AT_A_TIME[problem.head_dim]
+    return heads, 2 if heads * problem.head_dim == ROWS else 1, 1
 
 
 def token_columns(problem: Problem) -> int:
@@ -145,8 +186,10 @@ class TensorLayout:
 
     Attributes:
         c: C as the MMA reads it, blocks of 128-byte rows, `c_block` bytes each; its tokens are a block's rows.
+        answers: what the hardware says of the next work, `ANSWERS` times `ANSWER_BYTES`; with launch control alone.
         full, done, empty, read: barriers, 8 bytes each: a stage's state has arrived; a turn's MMAs are done; a stage
-            may be filled again (after a flush); tensor memory has been read.
+            may be filled again (without launch control: after a flush); tensor memory has been read.
+        known, taken: with launch control, barriers of an answer: it is there; all warps have it.
         base: where the hardware leaves the address of the allocated tensor memory.
         columns: columns of tensor memory.
         total: bytes of shared memory in all.
@@ -154,28 +197,41 @@ class TensorLayout:
 
     c: int
     c_block: int
+    answers: int
     full: int
     done: int
     empty: int
     read: int
+    known: int
+    taken: int
     base: int
     columns: int
     total: int
 
 
 @functools.cache
-def tensor_layout(problem: Problem, config: TileConfig) -> TensorLayout:
+def tensor_layout(problem: Problem, config: Sm100Config) -> TensorLayout:
     """Where this kernel keeps what its MMAs need."""
-    c = -(-shared_layout(problem, config).total // ALIGNMENT) * ALIGNMENT
+    shared = shared_layout(problem, config)
+    # An MMA reads 128 rows of the last block too, also where heads have fewer: what lies behind it must be ours.
+    beyond = (ROWS - config.parallel_heads * problem.head_dim) * 128
+    behind = max(shared.total, config.stages * shared.stage_bytes + beyond)
+    c = -(-behind // ALIGNMENT) * ALIGNMENT
     blocks = problem.d_state * problem.state_bytes // 128
     c_block = token_columns(problem) * 128
-    full = c + blocks * c_block
+    answers = c + blocks * c_block
+    held = ANSWERS if config.launch_control else 0
+    full = answers + held * ANSWER_BYTES
     done = full + 8 * config.stages
     empty = done + 8 * config.turns
     read = empty + 8 * config.stages
-    base = read + 8
+    known = read + 8
+    taken = known + 8 * held
+    base = taken + 8 * held
     total = -(-(base + 4) // 128) * 128
-    return TensorLayout(c, c_block, full, done, empty, read, base, tensor_columns(problem, config), total)
+    return TensorLayout(
+        c, c_block, answers, full, done, empty, read, known, taken, base, tensor_columns(problem, config), total
+    )
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -197,8 +253,8 @@ def default_sm100_configs(problem: Problem, target: Target) -> list[Sm100Config]
     if target.arch not in ARCHES or not covers(problem):
         return []
     tail = usual_tail(problem, target)
-    pairs = problem.heads_per_group * problem.head_dim // ROWS
-    large = [Sm100Config.of(problem, turns=turns, tail_rows=tail) for turns in (4, 2) if pairs % turns == 0]
+    at_a_time = problem.heads_per_group // HEADS_AT_A_TIME[problem.head_dim]
+    large = [Sm100Config.of(problem, turns=turns, tail_rows=tail) for turns in (4, 2) if at_a_time % turns == 0]
     small = Sm100Config.of(problem)
     return [config for config in (small, *large[:1]) if config.is_valid(problem, target)]
 

@@ -31,6 +31,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f16", "pdl": True},
     {"heads": 24, "head_dim": 128, "d_state": 256, "groups": 1, "index_dtype": None},
     {"heads": 80, "d_state": 64, "groups": 1, "tokens": 2, "window": 7, "d_dtype": None, "dt_bias_dtype": None},
+    {"heads": 96, "head_dim": 80},
+    {"heads": 96, "head_dim": 80, "state_dtype": "bf16", "ragged": True, "has_z": True, "tokens": 6},
+    {"heads": 96, "head_dim": 80, "state_dtype": "f16", "io_dtype": "f16", "dt_dtype": "f16", "pdl": True},
     {"ragged": True, "has_z": True},
     {"ragged": True, "tokens": 12, "window": 40, "state_dtype": "bf16", "pdl": True},
     {"tokens": 32, "window": 64, "state_dtype": "bf16"},
@@ -39,12 +42,13 @@ PROBLEMS = tuple(dataclasses.replace(_BASE, **change) for change in _CHANGES)
 
 
 def kernels(problems: Sequence[Problem], target: Target) -> Iterator[tuple[Problem, Sm100Config]]:
-    """What is checked: the default rule's configs, and every way to take turns, stages and the ring."""
+    """What is checked: the default rule's configs, and every way to take turns, stages, the ring and the next work."""
     for problem in problems:
         found = list(default_sm100_configs(problem, target))
         shapes = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) if covers(problem) else ()
         found += [
-            Sm100Config.of(problem, turns, stages, ring, tail_rows=2 if turns > 1 and ring == "live" else 0)
+            Sm100Config.of(problem, turns, stages, ring, 1, 2 if turns > 1 and ring == "live" else 0, control)
+            for control in (False, True)
             for turns, stages in shapes
             for ring in ("live", "whole")
         ]

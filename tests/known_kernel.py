@@ -1,7 +1,7 @@
 """A kernel by the DSL's own operations that does what the Blackwell step kernel's inline PTX does: a yardstick.
 
-One tile: A by TMA, A·B by tcgen05, sums through tensor memory to global memory. It is compiled, never run. What it says
-of layouts and instructions is NVIDIA's word, not ours.
+One tile: A by TMA, A·B by tcgen05, sums through tensor memory to global memory, and one request to cluster launch
+control. It is compiled, never run. What it says of layouts and instructions is NVIDIA's word, not ours.
 
 As a script it compiles all that the tests ask about and writes it into the working directory, where the DSL leaves the
 PTX anyhow: an object file for each (kind, architecture), and `known.json`.
@@ -66,12 +66,14 @@ class KnownKernel:
         base = cute.recast_ptr(barriers + 32, dtype=Int32)
         shared_a = smem.allocate_tensor(self.element, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         shared_b = smem.allocate_tensor(self.element, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        answer = smem.allocate(16, byte_alignment=16)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(full, 1)
                 cute.arch.mbarrier_init(full + 1, 1)
+                cute.arch.mbarrier_init(full + 2, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.alloc_tmem(32, base)
             cute.arch.relinquish_tmem_alloc_permit()
@@ -95,6 +97,8 @@ class KnownKernel:
                 cute.gemm(mma, accumulators, a_fragment[None, None, k, 0], b_fragment[None, None, k, 0], accumulators)
             with cute.arch.elect_one():
                 tcgen05.commit(full + 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + 2, 16)
+                cute.arch.issue_clc_query(full + 2, answer, multicast=False)
         cute.arch.mbarrier_wait(full + 1, 0)
         sums = accumulators[(None, None), 0, 0]
         copy = tcgen05.make_tmem_copy(cute.make_copy_atom(tcgen05.Ld16x256bOp(tcgen05.Repetition.x1), Float32), sums)
@@ -104,6 +108,10 @@ class KnownKernel:
         cute.copy(copy, source, values)
         cute.arch.fence_view_async_tmem_load()
         cute.autovec_copy(values, target)
+        cute.arch.mbarrier_wait(full + 2, 0)
+        block, _, _, given = cute.arch.clc_response(answer)
+        if given != 0:
+            out[block, 0] = Float32(block)  # so that the answer is read
         cute.arch.sync_threads()
         if warp == 0:
             cute.arch.dealloc_tmem(accumulators.iterator, 32)

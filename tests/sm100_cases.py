@@ -49,6 +49,27 @@ CASES: dict[str, tuple[Problem, Sm100Config]] = {
     "T 32, W 64, bf16": case({"tokens": 32, "window": 64, "state_dtype": "bf16"}),
     "behind another kernel": case({"pdl": True, "d_state": 128}),
     "behind another kernel, three turns, two stages": case({"heads": 6, "pdl": True}, turns=3, stages=2),
+    "heads of 80 rows": case({"head_dim": 80, "d_state": 128}),
+    "heads of 80 rows, f16, T 9, three turns, two stages, whole": case(
+        {**F16, "head_dim": 80, "heads": 3, "tokens": 9}, turns=3, stages=2, ring="whole"
+    ),
+    "heads of 80 rows, bf16, gaps, behind another kernel": case(
+        {"head_dim": 80, "state_dtype": "bf16", "compact": False, "pdl": True}, turns=2
+    ),
+    "heads of 80 rows, nothing optional, T 17, W 24": case({**BARE, "head_dim": 80, "tokens": 17, "window": 24}),
+    "launch control": case({"heads": 4, "groups": 2}, launch_control=True),
+    "launch control, three turns, two stages, a tail, behind another kernel": case(
+        {"heads": 6, "pdl": True}, turns=3, stages=2, tail_rows=2, launch_control=True
+    ),
+    "launch control, two turns, whole, heads of 128 rows, bf16": case(
+        {"head_dim": 128, "state_dtype": "bf16"}, turns=2, ring="whole", launch_control=True
+    ),
+    "launch control, two turns, T 17, W 24": case(
+        {"heads": 4, "tokens": 17, "window": 24}, turns=2, launch_control=True
+    ),
+    "launch control, heads of 80 rows, two turns, two stages, a tail": case(
+        {"head_dim": 80}, turns=2, stages=2, tail_rows=3, launch_control=True
+    ),
 }
 
 # Rows with lengths of their own; see `ragged_call`.
@@ -58,5 +79,9 @@ RAGGED: dict[str, tuple[Problem, Sm100Config]] = {
     "ragged, whole, heads of 128 rows": case({"head_dim": 128, "ragged": True}, ring="whole"),
     "ragged, behind another kernel, bf16, T 9, W 40": case(
         {"ragged": True, "pdl": True, "state_dtype": "bf16", "tokens": 9, "window": 40}
+    ),
+    "ragged, heads of 80 rows, two turns": case({"head_dim": 80, "ragged": True}, turns=2),
+    "ragged, launch control, three turns, one stage, a tail": case(
+        {"heads": 6, "ragged": True}, turns=3, tail_rows=2, launch_control=True
     ),
 }

@@ -28,6 +28,7 @@ from replayssm_cute.config import TileConfig
 from replayssm_cute.default_rule import default_configs
 from replayssm_cute.problem import Problem
 from replayssm_cute.reference import checkpointing_ssu_reference
+from replayssm_cute.sm100 import Sm100Config
 
 fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
@@ -167,6 +168,22 @@ def test_ragged_trials_tell_a_rows_own_length_from_the_longest(
     assert full >= 3, "dense calls in ragged form"
     wanted = {(False, False, False), (False, True, True), (True, True, False)}
     assert seen >= wanted | ({(False, True, False)} if tokens > 1 else set())
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("tail", [0, 3])
+def test_more_work_than_a_gpu_holds_where_ctas_take_over_others(tail: int, ragged: bool) -> None:
+    problem = dataclasses.replace(SMALL, heads=64, ragged=ragged)
+    config = Sm100Config.of(problem, turns=2, tail_rows=tail, launch_control=True)
+    *small, large = selfcheck.trials(problem, config)
+    others = list(selfcheck.trials(problem, dataclasses.replace(config, launch_control=False)))
+    assert len(small) == len(others) and all(call.batch < 20 for call in small)
+    assert config.ctas(problem, large.batch) >= selfcheck.PLACES > 4 * 148
+    rows = live_rows(large)
+    assert {pnat for _, pnat, _ in rows} == set(range(problem.window + 1))
+    padding = set(range(large.batch)) - {row for row, _, _ in rows}
+    front = large.batch - tail
+    assert all(padding & set(range(first, first + 10)) for first in range(front - 10)), "padding throughout"
 
 
 def test_trials_of_a_problem_without_indices_and_of_one_that_is_not_compact() -> None:

@@ -28,8 +28,10 @@ def test_it_checks_every_way_to_take_turns() -> None:
     assert len(wanted) == len(set(wanted)) > 50
     assert all(covers(problem) for problem in sm100_check.PROBLEMS)
     assert {problem for problem, _ in wanted} == set(sm100_check.PROBLEMS)
-    shapes = {(c.turns, c.stages, c.ring) for _, c in wanted}
-    assert {(t, s, r) for t, s in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) for r in ("live", "whole")} <= shapes
+    for control in (False, True):
+        shapes = {(c.turns, c.stages, c.ring) for _, c in wanted if c.launch_control == control}
+        assert {(t, s, r) for t, s in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) for r in ("live", "whole")} <= shapes
+    assert {p.head_dim for p, _ in wanted} == {64, 80, 128}
     assert not list(sm100_check.kernels(sm100_check.PROBLEMS, named("h200")))
 
 
@@ -59,11 +61,12 @@ def test_the_whole_command(
     problem = ["--problem", json.dumps(SMALL.to_json())]
     assert sm100_check.main([*HERE, *problem]) == 0
     said = capsys.readouterr().out
-    assert "2 of 2 passed. REPLAYSSM_SM100=1 lets" in said and "[2/2]" in said and "sm100 h2/2" in said
+    assert "4 of 4 passed. REPLAYSSM_SM100=1 lets" in said and "[4/4]" in said and "sm100 h2/2" in said
+    assert "clc: passed" in said
     selfcheck._verdicts.clear()
     monkeypatch.setattr(sm100_check, "_in_a_process", lambda problem, config, index: "not finished after 300 s")
     assert sm100_check.main([*HERE, *problem]) == 1
-    assert "0 of 2 passed." in capsys.readouterr().out
+    assert "0 of 4 passed." in capsys.readouterr().out
     monkeypatch.setattr(plan, "device_target", lambda index: named("h200"))
     assert sm100_check.main(HERE) == 2
     assert "sm_90a" in capsys.readouterr().out

@@ -18,7 +18,16 @@ from replayssm_cute import compiler, fingerprint, plan, selfcheck
 from replayssm_cute.calls import random_call
 from replayssm_cute.config import TileConfig, shared_layout
 from replayssm_cute.problem import Problem
-from replayssm_cute.sm100 import ARCHES, Sm100Config, default_sm100_configs, preferred, tensor_columns, tensor_layout
+from replayssm_cute.sm100 import (
+    ARCHES,
+    Sm100Config,
+    config_from_json,
+    default_sm100_configs,
+    preferred,
+    tensor_columns,
+    tensor_layout,
+)
+from replayssm_cute.tables import Cell, Manifest, Table, kernels_named, lookup, write
 from replayssm_cute.target import named
 
 fake_compiler = fakes.fake_compiler
@@ -147,7 +156,11 @@ def test_a_capture_finds_it_prepared(blackwell: type[EitherKernel], monkeypatch:
 
 
 def test_only_what_it_covers(blackwell: type[EitherKernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    for fields in ({"head_dim": 80}, {"heads": 2}, {"state_dtype": "bf16", "io_dtype": "f16", "dt_dtype": "f16"}):
+    for fields in (
+        {"precision": "highest"},
+        {"heads": 2},
+        {"state_dtype": "bf16", "io_dtype": "f16", "dt_dtype": "f16"},
+    ):
         problem = dataclasses.replace(SMALL, **fields)
         assert preferred(problem, 1, B200) is None
         with pytest.raises(ValueError, match=r"has no sm_100a kernel"):
@@ -157,6 +170,11 @@ def test_only_what_it_covers(blackwell: type[EitherKernel], monkeypatch: pytest.
         assert arch in (ONE.invalid_reason(SMALL, named(arch)) or "")
     for arch in ARCHES:
         assert preferred(SMALL, 1, named(arch)) == ONE
+    narrow = dataclasses.replace(SMALL, head_dim=80, heads=3, groups=3)
+    assert (
+        preferred(narrow, 1, B200) == Sm100Config.of(narrow)
+        and Sm100Config.of(narrow).label() == "sm100 h1 s1 p1 live c1"
+    )
 
 
 def test_configs_of_the_two_kernels_are_told_apart() -> None:
@@ -170,6 +188,49 @@ def test_configs_of_the_two_kernels_are_told_apart() -> None:
         TileConfig.from_json(ONE.to_json())
     with pytest.raises(ValueError, match="unknown fields"):
         Sm100Config.from_json({**ONE.to_json(), "colour": 1})
+
+
+def test_launch_control_is_told_apart_and_only_for_blackwell() -> None:
+    control = Sm100Config.of(SUPER, turns=2, tail_rows=9, launch_control=True)
+    without = dataclasses.replace(control, launch_control=False)
+    assert control != without and compiler.key(SUPER, control, "sm_100a") != compiler.key(SUPER, without, "sm_100a")
+    assert control.label() == f"{without.label()} clc" == "sm100 h4/2 s1 p1 r32 live c1 t9 clc"
+    for config in (control, without, TileConfig(2, tail_rows=3)):
+        assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
+    old = without.to_json()
+    del old["launch_control"]  # what was written before there was a choice
+    assert Sm100Config.from_json(old) == without
+    with pytest.raises(ValueError, match="launch_control is 1, expected a bool"):
+        dataclasses.replace(control, launch_control=1)
+    with pytest.raises(ValueError, match=r"unknown fields \['launch_control'\]"):
+        TileConfig.from_json({"launch_control": True})
+    for target in ("h200", "sm_120a"):
+        assert "needs sm_100a or sm_103a" in (control.invalid_reason(SUPER, named(target)) or "")
+    assert all(control.is_valid(SUPER, named(arch)) for arch in ARCHES)
+    for problem in (SUPER, dataclasses.replace(SUPER, heads=96, head_dim=80)):
+        assert not any(c.launch_control for c in default_sm100_configs(problem, B200)), "nobody has measured it"
+
+
+def test_a_measured_table_may_name_it(
+    blackwell: type[EitherKernel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Then it serves unasked, once it has passed its self-check; and not where it has not."""
+    monkeypatch.delenv("REPLAYSSM_SM100")
+    control = dataclasses.replace(ONE, launch_control=True)
+    cell = Cell(2, control, time_us=9.0, bytes=1e6, gb_s=111.0, limit_fraction=0.02, runner_up=ONE, runner_up_us=10.0)
+    now = kernels_named(B200.arch, "measured")
+    manifest = Manifest(B200.name, B200.arch, B200.sms, "measured", now, "2026-11-30T00:00:00Z", "580.1")
+    write(tmp_path / "t.json", Table(manifest, {SMALL: (cell,)}))
+    monkeypatch.setattr(lookup, "_paths", (tmp_path / "t.json",))
+    lookup.forget()
+    choice = served().choice
+    assert choice is not None and (choice.config, choice.source) == (control, "table")
+    assert selfcheck.passed(SMALL, control, -1)
+    plan.forget()
+    selfcheck._verdicts[SMALL, control, -1] = selfcheck.Verdict("failed", "out error")
+    plan._touched.clear()
+    choice = served().choice
+    assert choice is not None and type(choice.config) is TileConfig and choice.source == "fallback"
 
 
 def test_fingerprints_are_apart() -> None:
@@ -190,6 +251,7 @@ def test_fingerprints_are_apart() -> None:
         (Sm100Config(2, parallel_heads=2, tiles_per_warp=2, head_split=2), "expected"),
         (Sm100Config.of(SUPER, ctas_per_sm=3), "bytes of shared memory"),
         (Sm100Config.of(SUPER, turns=8, stages=4), "bytes of shared memory"),
+        (Sm100Config.of(SUPER, tail_rows=3, launch_control=True), "tail_rows needs CTAs"),
     ],
 )
 def test_configs_that_cannot_run(config: Sm100Config, reason: str) -> None:
@@ -209,14 +271,29 @@ def test_every_resident_cta_finds_tensor_memory(monkeypatch: pytest.MonkeyPatch)
     assert "columns of tensor memory" in (Sm100Config.of(small, turns=16).invalid_reason(small, B200) or "")
 
 
-@pytest.mark.parametrize("problem", [SMALL, SUPER, dataclasses.replace(SUPER, head_dim=128, d_state=256)])
+@pytest.mark.parametrize(
+    "problem",
+    [SMALL, SUPER, *(dataclasses.replace(SUPER, head_dim=p, d_state=n) for p, n in ((128, 256), (80, 128), (80, 64)))],
+)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_shared_memory_beyond_the_portable_kernel_s(problem: Problem, turns: int) -> None:
+@pytest.mark.parametrize("launch_control", [False, True])
+def test_shared_memory_beyond_the_portable_kernel_s(problem: Problem, turns: int, launch_control: bool) -> None:
     """C at the swizzle's period, behind what the shared phases use; then barriers that do not overlap."""
-    config = Sm100Config.of(problem, turns=turns)
+    config = Sm100Config.of(problem, turns=turns, launch_control=launch_control)
     layout = tensor_layout(problem, config)
     assert layout.c >= shared_layout(problem, config).total and layout.c % 1024 == 0
-    starts = [layout.c, layout.full, layout.done, layout.empty, layout.read, layout.base, layout.total]
-    sizes = [16 * problem.d_state * problem.state_bytes, 8 * config.stages, 8 * turns, 8 * config.stages, 8, 4]
+    starts = [layout.c, layout.answers, layout.full, layout.done, layout.empty, layout.read, layout.known, layout.taken]
+    starts += [layout.base, layout.total]
+    control = 2 * config.launch_control
+    sizes = [
+        16 * problem.d_state * problem.state_bytes,
+        16 * control,
+        8 * config.stages,
+        8 * turns,
+        8 * config.stages,
+        8,
+    ]
+    sizes += [8 * control, 8 * control, 4]
+    assert layout.answers % 16 == 0
     assert all(a + n <= b for a, n, b in zip(starts[:-1], sizes, starts[1:], strict=True))
     assert layout.full % 8 == 0 and config.shared_bytes(problem) == layout.total

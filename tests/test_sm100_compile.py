@@ -24,7 +24,7 @@ from simulator.blackwell import BLACKWELL
 from replayssm_cute import compiler, resources
 from replayssm_cute.config import SHARED_RESERVED, TileConfig
 from replayssm_cute.problem import Problem
-from replayssm_cute.sm100 import ARCHES, COLUMNS, ROWS, WARPS, Sm100Config, tensor_layout
+from replayssm_cute.sm100 import ARCHES, COLUMNS, ROWS, Sm100Config, tensor_layout
 from replayssm_cute.target import named
 
 SUPER = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -35,6 +35,9 @@ F16 = dataclasses.replace(
 )
 RAGGED = dataclasses.replace(SUPER, ragged=True, window=32)
 LONG = dataclasses.replace(SUPER, tokens=32, window=64, state_dtype="bf16")
+NARROW = dataclasses.replace(SUPER, heads=96, head_dim=80)
+NARROW_BF16 = dataclasses.replace(NARROW, state_dtype="bf16", ragged=True, has_z=True, tokens=6)
+NARROW_F16 = dataclasses.replace(F16, heads=112, head_dim=80, d_state=128)
 # (problem, config, CTAs that a multiprocessor is meant to hold)
 CASES = [
     (SUPER, Sm100Config.of(SUPER), 2),
@@ -45,6 +48,16 @@ CASES = [
     (F16, Sm100Config.of(F16, turns=4, stages=2), 2),
     (RAGGED, Sm100Config.of(RAGGED, turns=2), 1),
     (LONG, Sm100Config.of(LONG), 1),
+    (NARROW, Sm100Config.of(NARROW), 3),
+    (SUPER, Sm100Config.of(SUPER, launch_control=True), 2),
+]
+ONCE = [  # for one architecture each
+    (NARROW, Sm100Config.of(NARROW, turns=4, tail_rows=12), 1),
+    (BF16, Sm100Config.of(BF16, turns=2, stages=2, launch_control=True), 2),
+    (NARROW_BF16, Sm100Config.of(NARROW_BF16, turns=2, stages=2), 1),
+    (NARROW, Sm100Config.of(NARROW, ctas_per_sm=3, launch_control=True), 3),
+    (NARROW_F16, Sm100Config.of(NARROW_F16), 2),
+    (RAGGED, Sm100Config.of(RAGGED, turns=2, tail_rows=9, launch_control=True), 1),
 ]
 NAMES = {
     "UTCHMMA": "tcgen05.mma",
@@ -52,6 +65,7 @@ NAMES = {
     "UTMALDG": "a TMA load",
     "LDTM": "tcgen05.ld",
     "UTCATOMSWS": "tcgen05.alloc and dealloc",
+    "UGETNEXTWORKID": "clusterlaunchcontrol.try_cancel",
 }
 
 
@@ -98,7 +112,7 @@ def test_names_of_instructions(known: Any, kind: str, arch: str) -> None:
     needs_nvdisasm()
     steps = 128 * (4 if kind == "f32" else 2) // 32
     counts = resources.count_opcodes(resources.disassemble(resources.cubin(known(kind, arch)[2].read_bytes())))
-    assert set(NAMES) <= set(counts) and counts["LDTM"] == 4
+    assert set(NAMES) <= set(counts) and counts["LDTM"] == 4 and counts["UGETNEXTWORKID"] == 1
     assert counts["UTCHMMA"] in (steps, steps // 2)  # unrolled, or a loop over the two halves of each block
     portable = resources.sass_counts(SUPER, TileConfig(), named(arch))
     assert portable is not None and set(NAMES) & set(portable) == {"UTMALDG"}
@@ -177,54 +191,66 @@ def test_fragments_are_the_dsl_s(known: Any) -> None:
 # ---- index arithmetic by brute force ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize(("kind", "d_state"), list(itertools.product(["f32", "bf16"], [64, 128, 256])))
 def test_the_state_lies_where_mma_and_flush_look_for_it(kind: str, d_state: int, head_dim: int) -> None:
-    """TMA's place, the descriptors' and the flush's are one, for every element of a turn; no two share a byte."""
+    """TMA's place, the descriptors' and the flush's are one, for every element of a turn; no two share a byte.
+
+    What an MMA reads beyond a turn's rows lies in the CTA's shared memory.
+    """
     problem = dataclasses.replace(SUPER, head_dim=head_dim, d_state=d_state, state_dtype=kind)
     kernel = BLACKWELL.module("sm100/step").Sm100StepKernel(problem, Sm100Config.of(problem))
     spec, size = kernel.spec, problem.state_bytes
+    rows = spec.config.parallel_heads * head_dim
+    assert spec.rows == rows == (80 if head_dim == 80 else ROWS)
     composed = kernel.copies.staged_layout()
     assert composed.outer.shape[:4] == kernel.copies.box()
     column, p, head, block = np.meshgrid(*(np.arange(n) for n in kernel.copies.box()), indexing="ij")
     at = sum(i * s for i, s in zip((column, p, head, block), composed.outer.stride, strict=False))
     places = swizzled(at * size, (3, 4, 3))  # of element (column, p, head, block)
     assert len(np.unique(places)) == places.size and places.max() + size == spec.shared.stage_bytes
-    by_row = places.transpose(2, 1, 3, 0).reshape(ROWS, d_state)  # (row of the turn, column of the state)
+    by_row = places.transpose(2, 1, 3, 0).reshape(rows, d_state)  # (row of the turn, column of the state)
     # the MMA's
     descriptor = BLACKWELL.module("sm100/operands").descriptor
     ours = kernel.operands
     for step in range(ours.steps):
-        words = tensor.addresses(descriptor(ours.offset(step, ROWS * 128)), ROWS)
+        words = tensor.addresses(descriptor(ours.offset(step, rows * 128)), ROWS)
         expected = by_row[:, step * (32 // size) :][:, : 32 // size : 4 // size]
-        assert (words == expected).all()
+        assert (words[:rows] == expected).all()
+        assert words.max() + 4 <= spec.tensor.c, "it reads no C"
     # the flush's: warp, tile, side, g own a row; t and which a 16-byte chunk of a block
-    seen = np.zeros((ROWS, d_state), int)
+    seen = np.zeros((rows, d_state), int)
     for warp, tile, side, g, t, which, b in itertools.product(
-        range(WARPS), range(2), range(2), range(8), range(4), range(2), range(spec.blocks)
+        range(spec.warps), range(spec.tiles), range(2), range(8), range(4), range(2), range(spec.blocks)
     ):
         offset = (warp * spec.warp_rows + tile * 16) * 128
         chunk = offset + (b * (spec.rows * 32) + (g + 8 * side) * 32 + ((2 * t + which) ^ g) * 4) * 4
-        row, first = warp * 32 + 16 * tile + g + 8 * side, b * spec.block + (2 * t + which) * spec.chunk
+        row, first = warp * spec.warp_rows + 16 * tile + g + 8 * side, b * spec.block + (2 * t + which) * spec.chunk
         assert chunk == by_row[row, first]
         seen[row, first : first + spec.chunk] += 1
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("launch_control", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16, 17, 32])
-def test_every_output_of_a_turn_has_one_owner(head_dim: int, tokens: int) -> None:
+def test_every_output_of_a_turn_has_one_owner(head_dim: int, tokens: int, launch_control: bool) -> None:
     """Row of the MMA -> lane of tensor memory -> warp and fragment -> (head, row of P, token), each of them once."""
     problem = dataclasses.replace(SUPER, head_dim=head_dim, tokens=tokens, window=32)
-    spec = BLACKWELL.module("sm100/step").Sm100StepKernel(problem, Sm100Config.of(problem)).spec
-    owners = np.zeros((ROWS // head_dim, head_dim, spec.tokens_pad), int)
+    config = Sm100Config.of(problem, launch_control=launch_control)
+    spec = BLACKWELL.module("sm100/step").Sm100StepKernel(problem, config).spec
+    warps = spec.all_threads // 32
+    parts = {spec.part(hardware): hardware for hardware in range(warps)}
+    assert set(parts) == {*range(spec.warps), spec.issuer, *([spec.loader] if launch_control else [])}
+    assert len(parts) == warps, "every warp has a part of its own"
+    owners = np.zeros((config.parallel_heads, head_dim, spec.tokens_pad), int)
     for warp, tile, n, lane, e in itertools.product(
-        range(WARPS), range(spec.tiles), range(spec.token_tiles), range(32), range(4)
+        range(spec.warps), range(spec.tiles), range(spec.token_tiles), range(32), range(4)
     ):
         g, t = lane // 4, lane % 4
         tensor_lane = warp * spec.warp_rows + 16 * tile + g + 8 * (e // 2)
         column = 8 * n + 2 * t + e % 2
-        assert tensor_lane // 32 == warp, "a warp reaches its own quarter of the lanes alone"
+        assert tensor_lane // 32 == parts[warp] % 4, "a warp reaches its own quarter of the lanes alone"
         # as the epilogue counts: the warp's head, and its rows of P
         side, p0 = warp // spec.head_warps, warp % spec.head_warps * spec.warp_rows
         p = p0 + 16 * tile + g + 8 * (e // 2)
@@ -236,15 +262,22 @@ def test_every_output_of_a_turn_has_one_owner(head_dim: int, tokens: int) -> Non
 # ---- what our kernel compiles to -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [*itertools.product(CASES, ARCHES), *zip(ONCE, itertools.cycle(ARCHES), strict=False)],
+    ids=lambda given: given if isinstance(given, str) else case_id(given),
+)
 def test_compiles_to_what_was_meant(case: tuple[Problem, Sm100Config, int], arch: str) -> None:
     problem, config, resident = case
     where = named(arch)
     assert config.invalid_reason(problem, where) is None
     found = resources.inspect(problem, config, where)
     assert found.stack_bytes == 0, f"{found.stack_bytes} bytes spilled a thread, {found.registers} registers"
-    assert found.threads == 32 * (WARPS + 1) and found.shared_bytes == tensor_layout(problem, config).total
+    warps = 5 if problem.head_dim == 80 else 4
+    assert (
+        found.threads == 32 * (warps + 1 + config.launch_control)
+        and found.shared_bytes == tensor_layout(problem, config).total
+    )
     assert resident * (found.shared_bytes + SHARED_RESERVED) <= where.shared_per_sm
     assert resident * found.threads * -(-found.registers // 8) * 8 <= where.registers_per_sm
     needs_nvdisasm()
@@ -253,8 +286,9 @@ def test_compiles_to_what_was_meant(case: tuple[Problem, Sm100Config, int], arch
     assert counts.get("LDL", 0) == counts.get("STL", 0) == 0
     steps = problem.d_state * problem.state_bytes // 32
     assert counts["UTCHMMA"] == steps, "an MMA for every 32 bytes of a row, and no loop around them"
-    assert counts["LDTM"] == 2 * -(-problem.tokens // 8)
-    assert counts["UTCBAR"] == 1 and counts["UTCATOMSWS"] >= 2
+    assert counts["LDTM"] == config.tiles_per_warp * -(-problem.tokens // 8)
+    assert counts["UTCBAR"] == 1 + config.launch_control and counts["UTCATOMSWS"] >= 2
+    assert counts.get("UGETNEXTWORKID", 0) == config.launch_control
     assert counts["UTMALDG"] >= 1 and counts["HMMA"] > 0
 
 

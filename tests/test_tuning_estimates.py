@@ -228,7 +228,9 @@ def test_a_measured_table_comes_before_the_estimates(
     read = tables.read(path)
     problem, other = read.entries
     swept = dataclasses.replace(read.entries[problem][0], config=TileConfig(2, 1))
-    measured = Table(dataclasses.replace(read.manifest, provenance="measured"), {problem: (swept,)})
+    now = tables.kernels_named(B200.arch, "measured")
+    manifest = dataclasses.replace(read.manifest, provenance="measured", kernel_fingerprint=now)
+    measured = Table(manifest, {problem: (swept,)})
     tables.write(tmp_path / "measured.json", measured)
     for paths in (["estimated", tmp_path / "measured.json"], ["estimated"]):
         if paths == ["estimated"]:
@@ -316,7 +318,9 @@ def test_what_is_said_of_tables_that_may_not_be_shipped(fake: Compiler, tmp_path
 
     assert "is stale" in bad(kernel_fingerprint="0" * 64)
     assert "it is for NVIDIA B300 SXM6 AC" in bad(gpu_name=B300.name)
-    assert "it is measured, expected estimated" in bad(provenance="measured")
+    assert "it is measured, expected estimated" in bad(
+        provenance="measured", kernel_fingerprint=tables.kernels_named(B200.arch, "measured")
+    )
     assert "of cost model 0, the model is now" in bad(policy={**good.manifest.policy, "cost_model": "0"})
     assert "its cells are not those of plan small" in bad({**good.entries, problem: cells[:1]})
     wrong = dataclasses.replace(cells[0], config=TileConfig(3))

@@ -14,6 +14,7 @@ from replayssm_cute import compiler
 from replayssm_cute import target as targets
 from replayssm_cute.config import TileConfig
 from replayssm_cute.resources import Resources
+from replayssm_cute.sm100 import config_from_json
 
 H200 = targets.named("h200")
 PLAN = """
@@ -81,7 +82,7 @@ class Device:
         self.peer_us = 40.0
 
     def of(self, config: dict[str, Any], batch: int) -> float:
-        c = TileConfig.from_json(config)
+        c = config_from_json(config)
         base = 4 + batch / 2
         if c == BEST:
             return base * (1 - self.gain)
@@ -96,12 +97,12 @@ class Device:
         if name == "limit":
             return Answer(True, {"read_gbs": 4400.0, "copy_gbs": 4000.0, "bytes": 1 << 32, "method": "torch.sum"})
         if name == "check":
-            c = TileConfig.from_json(kwargs["config"])
+            c = config_from_json(kwargs["config"])
             if c == WRONG:
                 return Answer(False, None, "error", "RuntimeError: wrong numbers: out error 0.3 exceeds 0.002")
             return Answer(True, {"out": 1e-3, "out_worst": 2e-3, "state": 1e-7})
         if name == "time":
-            if TileConfig.from_json(kwargs["config"]) == CRASHING:
+            if config_from_json(kwargs["config"]) == CRASHING:
                 return Answer(False, None, "crash", "the process died of SIGSEGV")
             us = self.of(kwargs["config"], kwargs["batch"])
             return Answer(True, {"time_us": us, "spread": 0.01, "samples": 9, **facts})

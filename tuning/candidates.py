@@ -18,15 +18,19 @@ from .sound import sound
 NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
 
 
-def ranked(workload: Workload, target: Target, batches: Iterable[int], *, within: float = 0.0) -> list[TileConfig]:
+def ranked(
+    workload: Workload, target: Target, batches: Iterable[int], *, within: float = 0.0, timed: bool = False
+) -> list[TileConfig]:
     """The configs of a workload, the ones to try first in front.
 
-    The batches' defaults come first. Then those that the model thinks near the fastest of some batch, then the less
+    The batches' defaults come first. Then, if they will be timed, those of the Blackwell kernel, of which the model
+    knows nothing. Then those that the model thinks near the fastest of some batch, then the less
     near, then the rest (see `NEAR`); within each, one of each family (heads a CTA and at a time, head split, tiles a
     warp, ring, cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
 
     Args:
         within: leave out those whose modelled time is beyond so many times the fastest at every batch; 0 keeps all.
+        timed: whether a GPU will decide between them, and not the model.
     """
     batches = tuple(batches)
     best: dict[TileConfig, float] = {}
@@ -50,7 +54,8 @@ def ranked(workload: Workload, target: Target, batches: Iterable[int], *, within
     rest = sorted(
         (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
     )
-    return [*first, *rest]
+    unknown = space.blackwell(workload.problem, target) if timed else ()
+    return [*first, *unknown, *rest]
 
 
 def guessed(workload: Workload, target: Target, batch: int) -> dict[TileConfig, float]:
@@ -101,7 +106,7 @@ def _compile(
             "problem": problem.to_json(),
             "config": config.to_json(),
             "arch": target.arch,
-            "kernels": fingerprint.kernels(),
+            "kernels": compiler.StepRecipe(problem, config).sources(),
             **{k: fingerprint.toolchain()[k] for k in ("dsl", "tvm_ffi")},
         }
 

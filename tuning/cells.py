@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from replayssm_cute import fingerprint
 from replayssm_cute.config import TileConfig
 from replayssm_cute.default_rule import default_config
 from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import Sm100Config
+from replayssm_cute.tables import kernels_named
 from replayssm_cute.target import Target
 
 from . import cost, space
@@ -58,7 +59,7 @@ class CellTimer:
             "kind": name,
             "gpu": self.target.name,
             "driver": self.driver,
-            "kernels": fingerprint.kernels(),
+            "kernels": kernels_named(self.target.arch, "measured"),
             "policy": self.policy.to_json(),
             **key,
         }
@@ -86,7 +87,7 @@ class CellTimer:
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
         worth = self.by_estimate(workload, batch, configs, default)
-        everything = {*space.configs(problem, self.target), default}
+        everything = {*space.configs(problem, self.target), *space.blackwell(problem, self.target), default}
         self.slow += len(everything) - len(worth)
         for config in worth:
             resources = self.compiled.get((problem, config))
@@ -174,9 +175,10 @@ class CellTimer:
     def by_estimate(
         self, workload: Workload, batch: int, configs: list[TileConfig], default: TileConfig
     ) -> list[TileConfig]:
-        """The default first, then what the model, knowing the compiled kernels, thinks fastest here.
+        """The default first, then what the model knows nothing of, then what it thinks fastest here.
 
-        What is slow by `Policy.prune` is left out; what the model cannot place is kept, at the end.
+        It knows the compiled kernels. What is slow by `Policy.prune` is left out; what it cannot place is kept, at the
+        end.
         """
 
         def time_of(config: TileConfig) -> float:
@@ -189,11 +191,12 @@ class CellTimer:
             except ValueError:
                 return float("inf")
 
-        times = {c: time_of(c) for c in configs if c != default}
+        unknown = [c for c in configs if isinstance(c, Sm100Config)]
+        times = {c: time_of(c) for c in configs if c != default and c not in unknown}
         known = [t for t in (*times.values(), time_of(default)) if t != float("inf")]
         limit = self.policy.prune * min(known, default=0.0)
         kept = [c for c, t in times.items() if not 0 < limit < t < float("inf")]
-        return [default, *sorted(kept, key=lambda c: times[c])]
+        return [default, *unknown, *sorted(kept, key=lambda c: times[c])]
 
     def one(
         self, problem: dict[str, Any], where: dict[str, Any], config: TileConfig, resources: dict[str, Any]

@@ -102,6 +102,8 @@ def read(paths: Iterable[Path], target: Target) -> tuple[list[Timing], set[str]]
                 configs = [key["config"]] if kind == "time" else key["configs"]
                 values = [result["value"]] if kind == "time" else result["value"]
                 for config, value in zip(configs, values, strict=True):
+                    if "kernel" in config:  # the Blackwell kernel's: the model is of the portable one
+                        continue
                     where = [key["batch"], key["lengths"], key.get("tokens")]
                     name = key_of({"kernel": _kernel(key, config), "cell": where})
                     times[name] = (key, config, value["time_us"])

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources, tables
+from replayssm_cute import atomic, calls, compiler, dtypes, fingerprint, plan, resources
 from replayssm_cute.config import TileConfig
 from replayssm_cute.fused import launches, shapes
 from replayssm_cute.fused.chains import Chain, Overlap
@@ -126,7 +126,7 @@ def kernels(
     problem: LayerProblem, batch: int, target: Target, cuts: bool, search: bool = False
 ) -> list[compiler.Recipe]:
     """Every kernel that a cell's entrants launch, and what a search for it is likely to."""
-    config = tables.choose(problem.step, batch, target).config
+    config = layer_search.step_config(problem, batch, target)
     found: list[compiler.Recipe] = []
     for pdl in (False, True):
         step = dataclasses.replace(problem, step=dataclasses.replace(problem.step, pdl=pdl))
@@ -175,7 +175,7 @@ class Bench:
         """The step's config is the one that a call without PDL gets, so that the chains differ in nothing else."""
         if isinstance(overlap, Chain):
             return launches.make(problem, batch, self.device.index, config=overlap.config, overlap=overlap, **cuts)
-        config = tables.choose(problem.step, batch, self.target).config
+        config = layer_search.step_config(problem, batch, self.target)
         return launches.make(problem, batch, self.device.index, config=config, overlap=overlap, **cuts)
 
     def entrants(self, problem: LayerProblem, batch: int) -> Iterator[tuple[str, launches.LayerPlan, int | None]]:
@@ -241,14 +241,14 @@ class Bench:
         times = {name: summary(s) for name, s in zip(names, samples, strict=True)}
         for name, bytes_ in (("conv", conv_bytes(problem, batch)), ("norm", norm_bytes(problem, batch))):
             times[name]["gb_s"] = bytes_ / times[name]["time_us"] / 1e3
-        config = tables.choose(problem.step, batch, self.target)
+        config = layer_search.step_config(problem, batch, self.target)
         return {
             "tokens": problem.step.tokens,
             "batch": batch,
             "sets": sets,
             "flush": cell.flush,
-            "config": config.config.label(),
-            "step": config.config.to_json(),
+            "config": config.label(),
+            "step": config.to_json(),
             "times": times,
             **({"found": {n: c.to_json() for n, c in found.items()}, "searched": searched} if found else {}),
         }

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from replayssm_cute import compiler, tables
 from replayssm_cute.config import TileConfig
+from replayssm_cute.default_rule import default_config
 from replayssm_cute.fused import shapes
 from replayssm_cute.fused.chains import Chain, ConvCut, NormCut, Overlap
 from replayssm_cute.fused.problem import LayerProblem
 from replayssm_cute.fused.recipes import LayerRecipe
+from replayssm_cute.sm100 import Sm100Config
 from replayssm_cute.target import Target
 
 MARGIN = 0.003  # what a change has to gain, of a call's time, to be kept
@@ -54,9 +56,15 @@ STARTS = tuple(
 Race = Callable[[Sequence[Chain]], Mapping[Chain, float]]
 
 
+def step_config(problem: LayerProblem, batch: int, target: Target) -> TileConfig:
+    """The table's config of the step; the default rule's where that is the Blackwell kernel's, which takes no conv."""
+    config = tables.choose(problem.step, batch, target).config
+    return default_config(problem.step, target, batch) if isinstance(config, Sm100Config) else config
+
+
 def ruled(problem: LayerProblem, batch: int, target: Target, overlap: Overlap) -> Chain:
     """The chain of the rules, in full."""
-    config = tables.choose(problem.step, batch, target).config
+    config = step_config(problem, batch, target)
     norm = shapes.norm_shape(problem, chained=overlap.chained)
     return Chain(overlap, config, _ruled_conv(problem, batch, overlap), NormCut(norm.warps))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from replayssm_cute import fingerprint, tables
+from replayssm_cute import tables
 from replayssm_cute.target import Target
 
 from .plan import TuningPlan, Workload
@@ -35,7 +35,7 @@ def manifest(
         arch=target.arch,
         sms=target.sms,
         provenance=provenance,
-        kernel_fingerprint=fingerprint.kernels(),
+        kernel_fingerprint=tables.kernels_named(target.arch, provenance),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         driver=driver,
         versions={**_versions(), **versions},

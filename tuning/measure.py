@@ -20,6 +20,7 @@ from replayssm_cute import calls, compare
 from replayssm_cute import target as targets
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import config_from_json
 from replayssm_cute.target import Target
 
 from . import acceptance, floor_kernel
@@ -77,7 +78,7 @@ class DeviceRunner:
         Raises:
             RuntimeError: naming the bound that is broken.
         """
-        p, c = Problem.from_json(problem), TileConfig.from_json(config)
+        p, c = Problem.from_json(problem), config_from_json(config)
         with self._guard():
             kernel = self._kernel(p, c)
             found = [self._errors(call, lambda x: launch(kernel, x)) for call in self._calls(p)]
@@ -96,7 +97,7 @@ class DeviceRunner:
         tokens: Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """Microseconds a call of one config on one cell, from few replays: which configs are worth a heat."""
-        p, c = Problem.from_json(problem), TileConfig.from_json(config)
+        p, c = Problem.from_json(problem), config_from_json(config)
         policy = dataclasses.replace(self.policy, graph_us=self.policy.screen_graph_us)
         with self._guard():
             held = self._cell
@@ -145,7 +146,7 @@ class DeviceRunner:
             cell = self._cell_of(p, batch, lengths, tokens)
             field = []
             for data in configs:
-                kernel = self._kernel(p, TileConfig.from_json(data))
+                kernel = self._kernel(p, config_from_json(data))
                 field.append(capture(lambda call, kernel=kernel: launch(kernel, call), cell, self.policy))  # type: ignore[misc]
             samples = interleave(field, rounds, replays)
             return [summary(s) | self._facts(cell, t) for s, t in zip(samples, field, strict=True)]

@@ -131,7 +131,9 @@ class Session:
         limit = ctx.only_first("the read limit", lambda: cells.job("limit", {}, {}))
         cells.read_gbs, method = self.read_limit(limit)
         cells.peers, cells.floors, cells.mixes = (self.peers if peers else {}), floors, mixes
-        order = {w.problem: ranked(w, target, ctx.plan.batches, within=policy.prune) for w in ctx.plan.workloads}
+        order = {
+            w.problem: ranked(w, target, ctx.plan.batches, within=policy.prune, timed=True) for w in ctx.plan.workloads
+        }
         if compiled is None:
             compiled = self.compile(order)
             if apart:

@@ -317,8 +317,8 @@ def _speedup(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFram
 def _winners(results: Results, table: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     problems = table.drop_duplicates("problem")[["workload", "problem"]]
     batches = sorted(table["batch"].unique())
-    # labels begin with h4, or h4/2 where two heads are taken at a time
-    heads = {c: int(c.split()[0].removeprefix("h").split("/")[0]) for c in table["config"].unique()}
+    heads = {c.config.label(): c.config.heads_per_cta for cell in results.cells for c in cell.candidates}
+    heads = {label: heads[label] for label in table["config"].unique()}
     figure, ax = plt.subplots(figsize=(1.9 + 1.0 * len(batches), 1.5 + 0.82 * len(problems)), layout="constrained")
     _header(figure, results, "winner map")
     colours = plt.get_cmap("Blues")

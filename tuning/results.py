@@ -13,6 +13,7 @@ from typing import Any
 from replayssm_cute import atomic, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import config_from_json
 
 _LEAST_US = 1e-3  # no call is as fast; ratios of zeros would be nonsense
 MAX_BYTES = 256 << 20  # results of hundreds of cells are some tens of MB
@@ -205,9 +206,9 @@ class Results:
                     **{
                         **cell,
                         "problem": Problem.from_json(cell["problem"]),
-                        "default": TileConfig.from_json(cell["default"]),
+                        "default": config_from_json(cell["default"]),
                         "candidates": tuple(
-                            Candidate(**{**c, "config": TileConfig.from_json(c["config"])}) for c in cell["candidates"]
+                            Candidate(**{**c, "config": config_from_json(c["config"])}) for c in cell["candidates"]
                         ),
                         "peers": tuple(cell["peers"]),
                         "mixes": tuple(cell.get("mixes", ())),
@@ -280,6 +281,8 @@ def _check(results: Results) -> None:
 
 def plain(value: Any) -> Any:
     """JSON-like data of dataclasses, mappings and sequences; what is not finite becomes None."""
+    if isinstance(value, TileConfig):
+        return value.to_json()  # which says whose kernel's it is
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

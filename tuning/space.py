@@ -9,6 +9,7 @@ import itertools
 from replayssm_cute.config import P_TILE, TileConfig
 from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import ARCHES, Sm100Config, covers
 from replayssm_cute.target import Target
 
 from . import cost
@@ -42,6 +43,27 @@ def configs(problem: Problem, target: Target) -> tuple[TileConfig, ...]:
     tail = usual_tail(problem, target)
     tailed = [dataclasses.replace(c, tail_rows=tail) for c in found if c.turns > 1]
     return tuple(c for c in (*found, *tailed) if c.is_valid(problem, target))
+
+
+@functools.lru_cache(maxsize=64)
+def blackwell(problem: Problem, target: Target) -> tuple[Sm100Config, ...]:
+    """Every valid config of the Blackwell kernel worth a measurement, where it covers the problem; elsewhere none.
+
+    The cost model knows nothing of this kernel, so that these are few: turns and stages, the whole ring for the
+    smallest CTAs, with and without the usual tail, each with and without launch control. With it kernels take 150 to
+    250 registers if they may, so that two CTAs are asked for too where shared memory holds as many; of three nearly all
+    would spill.
+    """
+    if target.arch not in ARCHES or not covers(problem):
+        return ()
+    tail = usual_tail(problem, target)
+    shapes = [(1, 1, "live", 0), (1, 1, "whole", 0)]
+    shapes += [(turns, stages, "live", t) for turns in (2, 4, 8) for stages in (1, 2) for t in (0, tail)]
+    found = []
+    for turns, stages, ring, rows in shapes:
+        free = Sm100Config.of(problem, turns, stages, ring, tail_rows=rows)
+        found += [free, *(dataclasses.replace(free, launch_control=True, ctas_per_sm=n) for n in (1, 2))]
+    return tuple(c for c in found if c.is_valid(problem, target))
 
 
 def without_b(kept: TileConfig, problem: Problem, target: Target) -> TileConfig | None:

@@ -204,7 +204,8 @@ def _made(
             overlap = Overlap.ALL if overlap.first else Overlap.INNER
         else:
             if config is None and not compiler.capturing():
-                for other in tables.candidates(problem.step, plan.device_target(device)):
+                candidates = tables.candidates(problem.step, plan.device_target(device))
+                for other in (c for c in candidates if not isinstance(c, Sm100Config)):
                     ready(LayerRecipe(step_shape(problem, other, chain.early)), device)
             x_step = ready(LayerRecipe(step_shape(problem, step.choice.config, chain.early)), device)
     how: dict[str, bool] = {"chained": chained, "pdl": overlap.first, "with_x": not overlap.x_in_step}

@@ -8,7 +8,7 @@ The shipped tables lie beside these modules as JSON files, those that were only 
 from .fields import TableError
 from .files import ESTIMATED, estimated, estimated_folder, load, read, shipped, slug, update, user_paths, write
 from .lookup import Choice, Tables, candidates, choose, forget, use
-from .schema import SCHEMA, Cell, Manifest, Table, merge
+from .schema import SCHEMA, Cell, Manifest, Table, kernels_named, merge
 
 __all__ = [
     "ESTIMATED",
@@ -24,6 +24,7 @@ __all__ = [
     "estimated",
     "estimated_folder",
     "forget",
+    "kernels_named",
     "load",
     "merge",
     "read",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,21 @@ from typing import Any
 from .. import fingerprint
 from ..config import TileConfig
 from ..problem import Problem
+from ..sm100 import ARCHES, Sm100Config, config_from_json
 from ..target import Target
 from .fields import TableError, batch_size, counts, fields_of, list_of, number, short, text
 
 SCHEMA = 1
 PROVENANCES = ("measured", "estimated")
-_PLAIN = TileConfig().to_json()  # fields of a config that are not written: tables are of one version of `config`
+# Fields of a config that are not written: tables are of one version of `config`. A portable one names no kernel.
+_PLAIN = {**Sm100Config().to_json(), "kernel": None}
+
+
+def kernels_named(arch: str, provenance: str) -> str:
+    """Fingerprint of the kernels that a table may name: measured ones for data-centre Blackwell name both kernels."""
+    if provenance != "measured" or arch not in ARCHES:
+        return fingerprint.kernels()
+    return hashlib.sha256((fingerprint.kernels() + fingerprint.kernels("sm100")).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +35,7 @@ class Manifest:
     Attributes:
         gpu_name, arch, sms: the GPU, as `Target` names it.
         provenance: "measured" on that GPU, or "estimated" by the cost model.
-        kernel_fingerprint: `fingerprint.kernels()` of the sources that were tuned.
+        kernel_fingerprint: `kernels_named` of the sources that were tuned.
         date: ISO 8601, UTC.
         driver: CUDA driver version, empty when estimated.
         versions: package versions by name.
@@ -60,10 +70,11 @@ class Manifest:
         """Why a table with this manifest must not serve `target` with today's kernels, or None if it may."""
         if (self.gpu_name, self.arch) != (target.name, target.arch):
             return f"it is for {self.gpu_name} ({self.arch}), this is {target.name} ({target.arch})"
-        if self.kernel_fingerprint != fingerprint.kernels():
+        now = kernels_named(self.arch, self.provenance)
+        if self.kernel_fingerprint != now:
             return (
                 f"its kernel fingerprint {self.kernel_fingerprint[:12]} is stale, the kernels are now "
-                f"{fingerprint.kernels()[:12]}; tune again"
+                f"{now[:12]}; tune again"
             )
         return None
 
@@ -158,8 +169,8 @@ class Cell:
                 if not isinstance(cell[name], dict) and not (name == "runner_up" and cell[name] is None):
                     raise TableError(f"bucket {batch}: {name} is {short(cell[name])}, expected an object")
                 counts(f"bucket {batch}: {name}", cell[name] or {})
-            config = TileConfig.from_json(cell["config"])
-            runner_up = None if cell["runner_up"] is None else TileConfig.from_json(cell["runner_up"])
+            config = config_from_json(cell["config"])
+            runner_up = None if cell["runner_up"] is None else config_from_json(cell["runner_up"])
         except TableError:
             raise
         except (ValueError, TypeError) as error:

@@ -133,13 +133,17 @@ BLACKWELL = BlackwellSource()
 
 
 class BlackwellCta:
-    """One CTA: shared and tensor memory, barriers."""
+    """One CTA: shared and tensor memory, barriers, places in the grid."""
 
     def __init__(self, block: int, problem: Problem, config: Sm100Config) -> None:
         layout, more = shared_layout(problem, config), tensor_layout(problem, config)
         regions = {"state": 0} | {name: getattr(layout, name) for name in REGIONS[:-1]}
-        regions |= {"unused": layout.barriers, "operand": more.c, "barriers": more.full, "base": more.base}
+        regions |= {"unused": layout.barriers, "operand": more.c, "answers": more.answers, "barriers": more.full}
+        regions |= {"base": more.base}
         self.block, self.epoch = block, 0
+        self.blocks = [block]  # all that it worked on
+        self.asked = self.refused = False  # cluster launch control: an answer is on its way; there was none
+        self.unfenced_reads = np.zeros((more.total // 4, 8), bool)  # of answers, by warp
         self.shared = ClockedShared(more.total, regions)
         self.tensor = TensorMemory()
         self.barriers: dict[int, MBarrier] = {}
@@ -147,6 +151,8 @@ class BlackwellCta:
 
 class BlackwellRun(Run):
     """A launch, and afterwards what it did."""
+
+    GIVEN = 0.8  # of the answers that could give something give it
 
     def __init__(self, problem: Problem, config: Sm100Config, call: Call, source: Source = BLACKWELL) -> None:
         self.problem, self.config = problem, config
@@ -164,8 +170,17 @@ class BlackwellRun(Run):
         self.kernel(*(self.tensors.get(name) for name in ORDER), call.pad_slot_id, None)
 
     def launch(self, start: Callable[[], Iterator[Any]], *, grid: list[int], block: list[int], **_: Any) -> None:
+        """CTA by CTA, without those that were given away: some answers, by chance, say that none is left."""
         self.threads = block[0]
-        super().launch(start, grid=grid, block=block)
+        self.waiting = list(range(grid[0]))
+        self.chance = random.Random(grid[0])
+        with np.errstate(all="ignore"):
+            while self.waiting:
+                self._cta(start, self.waiting.pop(0), block[0] // 32)
+
+    def give_away(self) -> int | None:
+        """The next CTA that has not started and will not; None if there is none, or others started sooner."""
+        return self.waiting.pop(0) if self.waiting and self.chance.random() < self.GIVEN else None
 
     def _cta(self, start: Callable[[], Iterator[Any]], number: int, warps: int) -> None:
         cta = NOW.cta = BlackwellCta(number, self.problem, self.config)
@@ -189,6 +204,7 @@ class BlackwellRun(Run):
                     NOW.warp.converged("a barrier")
             assert moved, f"a CTA hangs: {waits}"
         assert not any(b.pending for b in cta.barriers.values()), "a CTA ended while its state was on its way"
+        assert cta.refused or not self.config.launch_control, "a CTA ended before it knew that there is no more work"
         assert not cta.tensor.columns, "a CTA ended with tensor memory allocated"
         assert not cta.tensor.started, "a CTA ended with MMAs under way"
         self.ctas.append(cta)

@@ -15,6 +15,7 @@ from .memory import ASYNC, MANY, NOBODY, Shared, site
 from .values import NOW, POISON, Warp
 
 AGENTS = 32
+TENSOR_CORES = AGENTS - 1
 
 
 class ClockedWarp(Warp):
@@ -143,8 +144,8 @@ class ClockedShared(Shared):
         assert not self.unfenced[written].any(), "an MMA reads what threads wrote, without a fence"
         self.busy[index] += 1
 
-    def take(self, index: np.ndarray, barrier: MBarrier) -> np.ndarray:
-        """The MMA reads them; warps that pass the barrier know that it has."""
+    def take(self, index: np.ndarray, tick: int) -> np.ndarray:
+        """The MMA reads them; warps that pass a barrier which was told of it know that it has."""
         self.busy[index] -= 1
-        self.read_clock[index, barrier.agent] = barrier.tick
+        self.read_clock[index, TENSOR_CORES] = tick
         return np.where(self.writer[index] == NOBODY, POISON, self.words[index])

@@ -46,6 +46,11 @@ class _Waits(ast.NodeTransformer):
             return ast.Expr(ast.YieldFrom(node.value))
         return node
 
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        if _own_method(node) in self.methods:
+            return ast.Assign(node.targets, ast.YieldFrom(node.value))
+        return node
+
 
 class _Traced(ast.NodeTransformer):
     def __init__(self, source: Source, tree: ast.Module) -> None:
@@ -62,10 +67,12 @@ class _Traced(ast.NodeTransformer):
 
 
 def _own_method(node: ast.AST) -> str | None:
-    """The method that a statement `self.method(...)` calls."""
+    """The method that a statement `self.method(...)` calls, or `name = self.method(...)`."""
     match node:
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), name))):
-            return name
+        case ast.Expr(value) | ast.Assign(_, value):
+            match value:
+                case ast.Call(ast.Attribute(ast.Name("self"), name)):
+                    return name
     return None
 
 

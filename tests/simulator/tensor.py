@@ -1,8 +1,8 @@
-"""What `kernels/sm100/instructions.py` compiles to, done on numbers: tensor memory, and MMAs that read descriptors.
+"""What `kernels/sm100/instructions.py` compiles to, done on numbers: tensor memory, MMAs, cluster launch control.
 
 Descriptors are taken apart bit by bit, as PTX defines them, and every word that they address is looked up in shared
 memory: a wrong start, stride or swizzle gives wrong numbers or is refused. An MMA runs when its barrier is waited for,
-not before.
+not before. What an MMA reads beyond the rows of a turn may be anything, and makes NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from .instructions import TF32, G, T, _decode
 from .memory import SHARED_BASE
-from .ordered import MBarrier
+from .ordered import TENSOR_CORES
 from .values import LANES, NOW, lanes, uniform
 
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -31,7 +31,8 @@ class Mma:
     b: np.ndarray
     column: int
     adds: bool
-    barrier: MBarrier | None = None
+    clock: np.ndarray  # what the warp that started it knew of others: of that, too, a barrier tells
+    tick: int = 0  # of the tensor cores, once it is done
 
 
 class TensorMemory:
@@ -41,8 +42,8 @@ class TensorMemory:
         self.columns = 0
         self.base = -1
         self.values = np.full((TENSOR_LANES, TENSOR_COLUMNS), np.nan, np.float32)
-        self.tick = np.zeros(TENSOR_COLUMNS, np.int64)
-        self.agent = np.full(TENSOR_COLUMNS, -1)
+        self.done = 0  # MMAs
+        self.tick = np.full(TENSOR_COLUMNS, -1, np.int64)  # of the last MMA that is done
         self.pending = np.zeros(TENSOR_COLUMNS, bool)
         self.read_clock = np.zeros(8, np.int64)
         self.reads = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), np.int32)
@@ -106,6 +107,7 @@ def multiply(kind: str, to: Any, a: int, b: int, shape: int, adds: bool) -> None
     shared, memory = NOW.cta.shared, NOW.cta.tensor
     assert field(shape, 0, 3) == field(shape, 6, 6) == field(shape, 13, 16) == field(shape, 23, 23) == 0
     assert field(shape, 29, 31) == 0 and field(shape, 4, 5) == 1, "f32 sums, dense, nothing transposed"
+    there = NOW.run.kernel.spec.rows  # of A's; the others lie behind the block, whatever is there
     operand = KINDS[kind][field(shape, 7, 9)]
     assert field(shape, 10, 12) == field(shape, 7, 9), "operands of two types"
     rows, columns = 16 * field(shape, 24, 28), 8 * field(shape, 17, 22)
@@ -114,41 +116,46 @@ def multiply(kind: str, to: Any, a: int, b: int, shape: int, adds: bool) -> None
     assert to >> 16 == 0, "M = 128 uses every lane"
     memory.check(to, columns)
     places = [(addresses(d, n) - SHARED_BASE) // 4 for d, n in ((a, rows), (b, columns))]
+    assert all(((index >= 0) & (index < len(shared.words))).all() for index in places), "outside of shared memory"
+    places[0] = places[0][:there]
     for index, region, unwritten in zip(places, ("state", "operand"), (False, True), strict=True):
-        inside = (index >= 0) & (index < len(shared.words))
-        assert inside.all() and (shared.region[index] == shared.names.index(region)).all(), f"outside of {region}"
+        assert (shared.region[index] == shared.names.index(region)).all(), f"outside of {region}"
         shared.lend(index.ravel(), unwritten)
     if adds:
         assert memory.pending[to : to + columns].all(), "adds to sums that no MMA of this chain has made"
     memory.pending[to : to + columns] = True
-    memory.started.append(Mma(operand, *places, to, adds))
+    clock = NOW.warp.clock.copy()
+    clock[NOW.warp.index] -= 1
+    memory.started.append(Mma(operand, *places, to, adds, clock))
 
 
 def commit(barrier: Any) -> None:
     assert int(NOW.warp.active.sum()) == 1, "a commit by more than one thread"
     mbarrier = NOW.cta.barriers[int(barrier)]
     cta = NOW.cta
-    told = [mma for mma in cta.tensor.started if mma.barrier is None]
-    for mma in told:
-        mma.barrier = mbarrier
+    memory, told = cta.tensor, list(cta.tensor.started)  # several barriers may be told of one MMA
+    before = memory.done
 
     def done() -> int:
-        while told and told[-1] in cta.tensor.started:  # MMAs are done in the order that they were started in
-            _run(cta, cta.tensor.started.pop(0))
+        while told and not told[-1].tick:  # MMAs are done in the order that they were started in
+            _run(cta, memory.started.pop(0))
+        mbarrier.clock[TENSOR_CORES] = max(mbarrier.clock[TENSOR_CORES], told[-1].tick if told else before)
+        for mma in told:
+            mbarrier.clock = np.maximum(mbarrier.clock, mma.clock)
         return -1
 
     mbarrier.pending.append(done)
 
 
 def _run(cta: Any, mma: Mma) -> None:
-    assert mma.barrier is not None
-    a, b = (
-        matrix(mma.kind, cta.shared.take(index.ravel(), mma.barrier).reshape(index.shape)) for index in (mma.a, mma.b)
-    )
-    memory, columns = cta.tensor, slice(mma.column, mma.column + len(b))
-    product = (a @ b.T).astype(np.float32)
+    memory, columns = cta.tensor, slice(mma.column, mma.column + len(mma.b))
+    memory.done += 1
+    mma.tick = memory.done
+    a, b = (matrix(mma.kind, cta.shared.take(index.ravel(), mma.tick).reshape(index.shape)) for index in (mma.a, mma.b))
+    product = np.full((TENSOR_LANES, len(b)), np.nan, np.float32)
+    product[: len(a)] = a @ b.T
     memory.values[:, columns] = memory.values[:, columns] + product if mma.adds else product
-    memory.tick[columns], memory.agent[columns] = mma.barrier.tick, mma.barrier.agent
+    memory.tick[columns] = mma.tick
     memory.pending[columns] = any(other.column == mma.column for other in memory.started)
 
 
@@ -163,8 +170,8 @@ def load_accumulators(addresses_: list[Any]) -> list[tuple[np.ndarray, ...]]:
         memory.check(column, 8)
         columns = slice(column, column + 8)
         assert not memory.pending[columns].any(), "sums are read while MMAs are under way"
-        agents = memory.agent[columns]
-        assert (agents >= 0).all() and (warp.clock[agents] >= memory.tick[columns]).all(), "sums are read, not awaited"
+        ticks = memory.tick[columns]
+        assert (ticks > 0).all() and (warp.clock[TENSOR_CORES] >= ticks).all(), "sums are read, not awaited"
         memory.reads[lane : lane + 16, columns] += 1
         tile = memory.values[lane : lane + 16, columns]
         found.append((tile[G, 2 * T], tile[G, 2 * T + 1], tile[G + 8, 2 * T], tile[G + 8, 2 * T + 1]))
@@ -172,8 +179,44 @@ def load_accumulators(addresses_: list[Any]) -> list[tuple[np.ndarray, ...]]:
     return found
 
 
+def ask_for_work(answer: Any, barrier: Any) -> None:
+    """The answer comes when its barrier is waited for; `run.give_away` says what it is."""
+    assert int(NOW.warp.active.sum()) == 1, "asked by more than one thread"
+    cta, mbarrier = NOW.cta, NOW.cta.barriers[int(barrier)]
+    assert not cta.refused, "asked again after there was none"
+    assert not cta.asked, "asked before the last answer came"
+    cta.asked = True
+    at = int(answer)
+    assert at % 16 == 0, "an answer's address"
+    index = cta.shared.index(np.array([at]), 4, cta.shared.names.index("answers"))
+    assert not cta.unfenced_reads[index].any(), "an answer where another was read without a fence"
+    cta.shared.claim(index, None)
+    cta.shared.in_flight[index] = True
+
+    def land() -> int:
+        given = NOW.run.give_away()
+        cta.asked, cta.refused = False, given is None
+        if given is not None:
+            cta.blocks.append(given)
+        words = np.array([[0, 0xDEAD, 0, 0] if given is None else [1, given, 0, 0]], np.uint32)
+        cta.shared.land(index, words, mbarrier)
+        return 16
+
+    mbarrier.pending.append(land)
+
+
+def given_work(answer: Any) -> int:
+    shared = NOW.cta.shared
+    at = lanes(answer)
+    words = shared.load(at, 4, shared.names.index("answers"))
+    NOW.cta.unfenced_reads[shared.index(at[:1], 4), NOW.warp.index] = True
+    return uniform(words[1]) if uniform(words[0]) else -1
+
+
 def fence_writes() -> None:
+    """It orders reads before later bulk copies as well."""
     NOW.cta.shared.fence()
+    NOW.cta.unfenced_reads[:, NOW.warp.index] = False
 
 
 def fence_before_sync() -> None:

@@ -1,4 +1,4 @@
-"""Instructions of the fifth tensor-core generation: tensor memory, MMAs on shared memory, fences."""
+"""Instructions that data-centre Blackwell has: tensor memory, MMAs on shared memory, cluster launch control, fences."""
 
 from __future__ import annotations
 
@@ -86,6 +86,29 @@ def load_accumulators(addresses: Any, *, loc: Any = None, ip: Any = None) -> lis
     )
     values = [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(4 * count)]
     return [tuple(values[4 * i : 4 * i + 4]) for i in range(count)]
+
+
+@dsl_user_op
+def ask_for_work(answer: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask the hardware, by one thread, for a CTA of the grid that has not started: it will not start any more.
+
+    The answer's 16 bytes come to a shared-memory address and are counted by the barrier there. Whoever has seen that
+    there was none must not ask again.
+    """
+    operands = [Int32(answer).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
+    text = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [$0], [$1];"
+    _asm_memory(None, operands, text, "r,r", loc, ip)
+
+
+@dsl_user_op
+def given_work(answer: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The number of the CTA that an answer gives away, -1 if none was left; by any threads."""
+    text = (
+        "{ .reg .b128 answer; .reg .pred given; ld.shared.b128 answer, [$1]; mov.b32 $0, -1; "
+        "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 given, answer; "
+        "@given clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 $0, answer; }"
+    )
+    return Int32(_asm_memory(T.i32(), [Int32(answer).ir_value(loc=loc, ip=ip)], text, "=r,r", loc, ip))
 
 
 def _nullary(text: str) -> Any:

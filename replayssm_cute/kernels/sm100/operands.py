@@ -1,9 +1,10 @@
 """The operands of S·C in shared memory: descriptors, and C as the MMA reads it.
 
 Both matrices lie K-major under the 128-byte swizzle: blocks of 128 bytes of K, in a block one row after the other, and
-in row r the 16-byte chunk j at place j ^ (r % 8). A is the state, 128 rows a block, put there by TMA; B is C, 16 rows a
-block, tokens that are there in the first ones. Rows of tokens that are not there hold anything: an MMA keeps tokens
-apart, and their sums are never stored.
+in row r the 16-byte chunk j at place j ^ (r % 8). A is the state, the rows of a turn's heads a block, put there by TMA;
+B is C, 16 rows a block, tokens that are there in the first ones. An MMA reads 128 rows of A: where a turn has fewer
+(one head of 80), the others are whatever lies behind the block. Those rows, and rows of tokens that are not there, hold
+anything: an MMA keeps rows and tokens apart, and their sums are never read, or never stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from cutlass import Int64
 from ...sm100 import ROWS
 from ..primitives import bits, high_half, low_half, store_words
 from ..readout_c import ReadoutC
+from ..spec import WARP
 from .spec import Sm100Spec
 
 ROW_GROUP = 8 * 128  # bytes between groups of eight rows: the stride of a descriptor
@@ -34,6 +36,17 @@ def instruction_shape(kind: str, columns: int) -> int:
     """The MMA's instruction descriptor: f32 sums, both operands of a kind, K-major, N and M."""
     code = TYPE_CODES[kind]
     return 1 << 4 | code << 7 | code << 10 | columns // 8 << 17 | ROWS // 16 << 24
+
+
+class OfEpilogue(ReadoutC):
+    """`ReadoutC` whose threads are counted by parts, not by hardware warps."""
+
+    def _place(self, k: int):
+        number = cute.arch.thread_idx()[0]
+        if self.spec.halves:
+            number = self.spec.part(number // WARP) * WARP + number % WARP
+        piece = number + k * self.spec.threads
+        return piece // self.pieces, piece % self.pieces
 
 
 class Operands:

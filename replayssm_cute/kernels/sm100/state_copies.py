@@ -1,4 +1,4 @@
-"""The state's way into shared memory, by TMA: 128 rows a turn, in the blocks that the MMAs read."""
+"""The state's way into shared memory, by TMA: the heads of a turn, in the blocks that the MMAs read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...sm100 import ROWS
 from ..primitives import CUTLASS_TYPE
 from .spec import Sm100Spec
 
@@ -36,7 +35,7 @@ class StateCopies:
         """Shared-memory layout of the state: (column, row of P, head, block, stage), 128-byte swizzle."""
         spec = self.spec
         rows = spec.problem.head_dim * spec.block
-        tile = ROWS * spec.block
+        tile = spec.rows * spec.block
         outer = cute.make_layout(
             (*self.box(), spec.config.stages), stride=(1, spec.block, rows, tile, tile * spec.blocks)
         )
@@ -73,7 +72,7 @@ class StateCopies:
 
     @cute.jit
     def ask(self, pipe: Pipe, full, tile, stage, slot32):
-        """Ask for the `tile`-th 128 rows of a slot's state; `full` are the stages' barriers."""
+        """Ask for the state of a slot's `tile`-th heads, as many as a turn takes; `full` are the stages' barriers."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.spec.shared.stage_bytes)
         source = pipe.from_global[None, 0, 0, tile, 0, slot32]
