@@ -393,7 +393,7 @@ class Sm100StepKernel(Phases):
         self.readout_c.stage(shared.raw, inputs.c)
         self.operands.stage(shared.raw, inputs.c)
         fence_writes()
-ring = self.ask_ring(tensors, shared, row, share, thread)
+        ring = self.ask_ring(tensors, shared, row, share, thread)
         cute.arch.barrier(barrier_id=STAGED, number_of_threads=spec.staging_threads)
         fence_after_sync()
         base = load_words(shared.raw + spec.tensor.base, 1)[0]
