@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import fakes
@@ -14,54 +12,36 @@ import pytest
 import test_warmup
 import torch
 from cache_lanes import MODULES, EmulatedLaunches, emulated
-from cache_runs import LOW, SPEC, Request, Run, assert_unchanged, bits, decays, make, poison, snapshot
+from cache_runs import LOW, SPEC, Request, Run, assert_unchanged, decays, make, poison, snapshot
+from low_precision_caches import (
+    COPIES,
+    ERROR,
+    SMALL,
+    SPECS,
+    TINY,
+    Model,
+    check_materialize,
+    graph_inputs,
+    graph_values,
+    is_encoding,
+    kinds,
+    scramble,
+    step_problem,
+    tolerance,
+)
 from oracle import History, as_array
-from test_cache_materialize import CYCLES, SLOTS, expected_moves, filled, folded
+from test_cache_materialize import CYCLES, SLOTS, expected_moves, filled
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from replayssm_cute import DecodeGraphs, GraphInput, api, dtypes, problem, rounding, warmup
+from replayssm_cute import DecodeGraphs, api, dtypes, problem, warmup
 from replayssm_cute.cache import CacheSpec, LogicalState, ReplayCache, launches, proof, recipes, replay_cache, stored
 from replayssm_cute.cache.shapes import ZERO_STATE
 from replayssm_cute.calls import random_call
 from replayssm_cute.problem import Problem
-from replayssm_cute.target import Target
 
 fake_compiler = fakes.fake_compiler
 cpu_as_gpu = fakes.cpu_as_gpu
 warm = test_warmup.warm
-
-SMALL = dataclasses.replace(SPEC, tokens=2, window=5)
-SPECS = [dataclasses.replace(SMALL, **kind) for kind in LOW]
-CODES = [spec for spec in SPECS if spec.copy_dtype is None]
-COPIES = [spec for spec in SPECS if spec.copy_dtype is not None]
-# Of the outputs of tens of steps, of the largest one: what some roundings of the state, or of the copy, cost.
-ERROR = {"f8e4m3": 0.15, "i8": 2e-2, "bf16": 6e-3}
-
-
-def kinds(spec: CacheSpec) -> str:
-    return spec.problem().kinds
-
-
-def tolerance(spec: CacheSpec) -> float:
-    return ERROR[spec.copy_dtype or spec.state_dtype]
-
-
-def is_encoding(cache: ReplayCache, layer: int, slot: int, values: torch.Tensor) -> bool:
-    """Whether a slot's checkpoint is `rounding.encode` of values (H, P, N), bit for bit: state, scales and copy."""
-    t, spec = cache.layers[layer], cache.spec
-    state, scale = rounding.encode(spec.state_dtype, values.float())
-    expected = {"state": state}
-    if spec.copy_dtype is not None:
-        expected["state_copy"], scale = rounding.encode(spec.copy_dtype, values.float())
-    if scale is not None:
-        expected["state_scale"] = scale
-    assert set(expected) == set(t.checkpoint())
-    return all(torch.equal(bits(t.checkpoint()[name][slot]), bits(each)) for name, each in expected.items())
-
-
-# ---------------------------------------------------------------------------------------------------
-# A slot's life
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["own", "pool"])
@@ -201,51 +181,6 @@ def test_one_layers_states_enter_alone() -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def check_materialize(cache: ReplayCache, before: ReplayCache, rows: list[tuple[int, int, int]]) -> None:
-    """A materialized cache beside what it was: values of the scalar model, encoded; everything else as it was."""
-    old, now, live, spec = snapshot(before), snapshot(cache), expected_moves(rows), cache.spec
-    for slot in range(cache.slots):
-        for name in now:
-            checkpoint = name.startswith("state")
-            if slot not in live or ("[" in name and not checkpoint):
-                assert torch.equal(now[name][slot].cpu(), old[name][slot]), (name, slot)
-            elif not checkpoint:
-                assert int(now[name][slot]) == 0, name
-        if slot not in live:
-            continue
-        source, count = live[slot]
-        for i, layer in enumerate(cache.layers):
-            names = [f"{name}[{i}]" for name in layer.checkpoint()]
-            if min(count, int(before.pnat[source])) <= 0:
-                for name in names:
-                    assert torch.equal(now[name][slot].cpu(), old[name][source]), f"count 0 copies bits: {name}"
-                continue
-            model = folded(before, i, source, count)
-            if spec.copy_dtype is not None:
-                got = as_array(layer.state[slot].cpu())
-                np.testing.assert_allclose(got, model, rtol=0, atol=1e-6 * np.abs(model).max())
-                check_encoded(
-                    spec.copy_dtype, layer.state_copy[slot], layer.state_scale, slot, as_array(layer.state[slot].cpu())
-                )
-            else:
-                check_encoded(spec.state_dtype, layer.state[slot], layer.state_scale, slot, model)
-
-
-def check_encoded(kind: str, codes: torch.Tensor, scales: torch.Tensor | None, slot: int, values: np.ndarray) -> None:
-    """Codes of rows (..., N): scales to 1e-6 of the row's, values within half a step of the code, and 1e-6."""
-    codes = codes.cpu()
-    if scales is None:
-        assert torch.equal(bits(codes), bits(torch.tensor(values).to(dtypes.TORCH[kind])))
-        return
-    scale = as_array(scales[slot].cpu())
-    amax = np.abs(values).max(-1)
-    np.testing.assert_allclose(scale, amax / {"f8e4m3": 448.0, "i8": 127.0}[kind], rtol=2e-6)
-    got = as_array(codes.float()) * scale[..., None]
-    # i8: half a code. e4m3: half a unit of the last of three bits, and half the smallest denormal's, 2^-9.
-    step = 0.5 * scale[..., None] if kind == "i8" else np.maximum(np.abs(values) / 16, scale[..., None] * 2.0**-10)
-    assert (np.abs(got - values) <= step + 2e-6 * amax[..., None]).all()
-
-
 @pytest.mark.parametrize("rows", CYCLES)
 @pytest.mark.parametrize("spec", SPECS, ids=kinds)
 def test_materialize_follows_the_scalar_model(spec: CacheSpec, rows: list[tuple[int, int, int]]) -> None:
@@ -254,14 +189,6 @@ def test_materialize_follows_the_scalar_model(spec: CacheSpec, rows: list[tuple[
         cache, before = filled(spec, seed), filled(spec, seed)
         cache.materialize(*([row[k] for row in rows] for k in range(3)))
         check_materialize(cache, before, rows)
-
-
-def scramble(tensors: Iterable[torch.Tensor]) -> None:
-    """Put random bits into every element."""
-    gen = torch.Generator().manual_seed(2)
-    for t in tensors:
-        words = stored.as_bits(t)
-        words.copy_(torch.randint(-(2**31), 2**31, t.shape, generator=gen).to(words.dtype))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=kinds)
@@ -475,13 +402,6 @@ def test_kernels_are_proven_and_a_wrong_scale_is_found(spec: CacheSpec, monkeypa
 # ---------------------------------------------------------------------------------------------------
 
 
-def step_problem(spec: CacheSpec, rounds: int | None = None) -> Problem:
-    return spec.problem(philox_rounds=rounds)
-
-
-TINY = CacheSpec(layers=2, heads=4, head_dim=64, d_state=64, groups=2, tokens=2, window=4)
-
-
 @pytest.mark.parametrize("rounds", [None, 7])
 @pytest.mark.parametrize("kind", [*LOW, {"state_dtype": "bf16"}], ids=lambda k: "-".join(k.values()))
 def test_warmup_decodes_on_the_cache_and_restores_every_byte(
@@ -539,51 +459,6 @@ def test_warmup_restores_a_callers_scales_and_copies(warm: None, kind: dict[str,
     test_warmup.assert_same_bits(before, call)
 
 
-def graph_inputs(spec: CacheSpec) -> dict[str, GraphInput]:
-    t = spec.tokens
-    return {
-        "slots": GraphInput((), torch.int32, pad=-1),
-        "accepted": GraphInput((), torch.int32),
-        "x": GraphInput((t, spec.heads, spec.head_dim), torch.bfloat16),
-        "B": GraphInput((t, spec.groups, spec.d_state), torch.bfloat16),
-        "dt": GraphInput((t, spec.heads), torch.bfloat16),
-    }
-
-
-class Model:
-    """A step over all layers of a cache; where it has a seed, states are rounded stochastically, anew in each step."""
-
-    def __init__(self, cache: ReplayCache, seed: torch.Tensor | None, renew: bool = True) -> None:
-        self.cache, self.seed, self.renew = cache, seed, renew
-
-    def __call__(self, slots: torch.Tensor, accepted: torch.Tensor, x: Any, B: Any, dt: Any) -> torch.Tensor:
-        spec, out = self.cache.spec, None
-        self.cache.begin_step(slots, accepted)
-        for i in range(spec.layers):
-            if self.seed is not None and self.renew:
-                self.seed.random_()
-            arguments: dict[str, Any] = dict(self.cache.step_args(i))
-            out = torch.empty_like(x)
-            api.checkpointing_ssu(
-                **arguments, x=x, dt=dt[..., None].expand(x.shape), B=B, C=B, out=out, dt_softplus=True,
-                A=self.cache.A[i][:, None, None].expand(-1, spec.head_dim, spec.d_state), rand_seed=self.seed,
-                state_batch_indices=slots, pad_slot_id=self.cache.pad_slot_id,
-            )  # fmt: skip
-        assert out is not None
-        return out
-
-
-def graph_values(spec: CacheSpec, rows: int, step: int) -> dict[str, torch.Tensor]:
-    gen = torch.Generator().manual_seed(step)
-    shapes = {k: v for k, v in graph_inputs(spec).items() if v.dtype == torch.bfloat16}
-    drawn = {k: torch.randn(rows, *v.shape, generator=gen).bfloat16() for k, v in shapes.items()}
-    drawn["dt"] -= 3
-    return drawn | {
-        "slots": torch.randperm(5, generator=gen)[:rows].int(),
-        "accepted": torch.randint(0, spec.tokens + 1, (rows,), generator=gen).int(),
-    }
-
-
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("kind", LOW, ids=lambda k: "-".join(k.values()))
 def test_padded_graph_steps_are_the_eager_ones(kind: dict[str, str], stochastic: bool) -> None:
@@ -606,32 +481,6 @@ def test_padded_graph_steps_are_the_eager_ones(kind: dict[str, str], stochastic:
 # On a GPU
 # ---------------------------------------------------------------------------------------------------
 
-GPU_SPECS = [
-    *SPECS,
-    dataclasses.replace(SMALL, heads=6, head_dim=80, d_state=128, groups=2, tokens=4, window=16, state_dtype="f8e4m3"),
-    dataclasses.replace(SMALL, heads=4, head_dim=128, d_state=256, tokens=3, window=7, state_dtype="i8"),
-    dataclasses.replace(SMALL, heads=4, d_state=128, tokens=4, window=32, copy_dtype="f8e4m3"),
-    dataclasses.replace(SMALL, heads=4, head_dim=80, d_state=64, tokens=1, window=9, copy_dtype="bf16"),
-]
-
-
-def on_gpu(cache: ReplayCache) -> ReplayCache:
-    """A cache of the same contents on the GPU, bit for bit."""
-    A = [cache.A[i] for i in range(cache.spec.layers)]
-    other = ReplayCache.allocate(cache.spec, cache.slots, "cuda", A=A, pad_slot_id=cache.pad_slot_id)
-    for here, there in zip(cache.layers, other.layers, strict=True):
-        for name, t in here.named().items():
-            stored.as_bits(getattr(there, name)).copy_(stored.as_bits(t))
-    for name in ("ring_start", "pnat", "last_tokens"):
-        getattr(other, name).copy_(getattr(cache, name))
-    return other
-
-
-def assert_same(cache: ReplayCache, model: ReplayCache) -> None:
-    expected = snapshot(model)
-    for name, now in snapshot(cache).items():
-        assert torch.equal(now.cpu(), expected[name].cpu()), name
-
 
 def test_float64_is_rounded_once() -> None:
     """By way of f32, which torch takes, 1 + 2^-11 + 2^-40 would be a tie of f16."""
@@ -651,147 +500,3 @@ def test_float64_is_rounded_once() -> None:
     for away in (1, -1):  # neither neighbour is nearer
         neighbour = (brief.view(torch.int16) + away).view(torch.bfloat16).double()
         assert (error <= (neighbour - values).abs()).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels(lambda where, spec: [spec])
-@pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
-def test_gpu_materialize_follows_the_scalar_model(spec: CacheSpec) -> None:
-    for seed, rows in enumerate(CYCLES):
-        cache, before = on_gpu(filled(spec, seed)), filled(spec, seed)
-        cache.materialize(*(torch.tensor([row[k] for row in rows], device="cuda") for k in range(3)))
-        check_materialize(cache, before, rows)
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels(lambda where, spec: [spec])
-@pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
-def test_gpu_copy_reset_and_handoff_are_the_torch_path_bit_for_bit(spec: CacheSpec) -> None:
-    for seed, rows in enumerate(CYCLES):
-        model = filled(spec, seed, open_windows=True)
-        cache = on_gpu(model)
-        src, dst = (torch.tensor([row[k] for row in rows]) for k in range(2))
-        for c in (model, cache):
-            c.copy(src.to(c.device), dst.to(c.device))
-        assert_same(cache, model)
-        for c in (model, cache):
-            c.reset(torch.tensor([3, -1, 4, 1], device=c.device))
-        assert_same(cache, model)
-        # Rows whose scale is 1, so that it is the same to the bit on every device, whatever its division is.
-        gen = torch.Generator().manual_seed(seed)
-        shape = (spec.layers, 2, spec.heads, spec.head_dim, spec.d_state)
-        states = torch.randint(-127, 128, shape, generator=gen).float()
-        states[..., 0] = 127.0 if "i8" in (spec.state_dtype, spec.copy_dtype) else 448.0
-        for c in (model, cache):
-            c.prefill_handoff(torch.tensor([2, -1], device=c.device), states.to(c.device))
-        assert_same(cache, model)
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels(lambda where, spec: [spec])
-@pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
-def test_gpu_operations_under_a_graph(spec: CacheSpec) -> None:
-    """Captured once, replayed on other contents: reset, materialize, copy and handoff of every tensor."""
-    model = filled(spec, 3)
-    cache = on_gpu(model)
-    slots = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
-    others = torch.tensor([2, 1], dtype=torch.int32, device="cuda")
-    states = torch.ones(spec.layers, 2, spec.heads, spec.head_dim, spec.d_state, device="cuda")
-    first = torch.tensor([3, -1], device="cuda", dtype=torch.int32)
-
-    def work(c: ReplayCache) -> None:
-        to = [t.to(c.device) for t in (slots, others, states, first)]
-        c.materialize(to[0], to[1], torch.ones_like(to[0]))
-        c.copy(to[1], to[0])
-        c.reset(to[3])
-        c.prefill_handoff(to[3], to[2])
-
-    cache.prepare()
-    work(on_gpu(model))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        c = cache
-        c.materialize(slots, others, torch.ones_like(slots))
-        c.copy(others, slots)
-        c.reset(first)
-        c.prefill_handoff(first, states)
-    assert_same(cache, model)
-    graph.replay()
-    torch.cuda.synchronize()
-    work(model)
-    for i, (here, there) in enumerate(zip(cache.layers, model.layers, strict=True)):
-        index = torch.arange(SLOTS)
-        got, wanted = stored.decode(here, index.cuda()).cpu(), stored.decode(there, index)
-        error = (got - wanted).abs().max() / wanted.abs().max()
-        assert float(error) <= tolerance(spec), f"layer {i}: {float(error)}"
-        for name in ("x_cache", "B_cache", "dt_cache"):
-            assert torch.equal(bits(getattr(here, name)).cpu(), bits(getattr(there, name))), name
-    assert torch.equal(cache.pnat.cpu(), model.pnat)
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels(lambda where, spec: [spec])
-@pytest.mark.parametrize("spec", GPU_SPECS, ids=lambda s: s.problem().label())
-def test_gpu_states_move_between_devices(spec: CacheSpec) -> None:
-    """Exported on the GPU and on the CPU: the same values, which enter again as the same codes."""
-    model = filled(spec, 3)
-    cache = on_gpu(model)
-    here, there = cache.export_slots([1, 2]), model.export_slots([1, 2])
-    for name in ("count", "state", "x", "B", "dt"):
-        assert torch.equal(getattr(here, name), getattr(there, name)), name
-    for c in (cache, model):
-        c.import_slots([3, 0], here)
-    assert_same(cache, model)
-
-
-def graph_spec(kind: dict[str, str]) -> CacheSpec:
-    return dataclasses.replace(TINY, heads=16, d_state=128, layers=3, **kind)
-
-
-def graph_kernels(where: Target, kind: dict[str, str], rounds: int | None) -> list[CacheSpec | Problem]:
-    """The cache's kernels and the steps, of what the test does not skip."""
-    if "copy_dtype" in kind and rounds:
-        return []
-    spec = graph_spec(kind)
-    return [spec, spec.problem(philox_rounds=rounds, d_dtype=None, dt_bias_dtype=None)]
-
-
-@pytest.mark.gpu
-@pytest.mark.kernels.with_args(graph_kernels)
-@pytest.mark.parametrize("rounds", [None, 10])
-@pytest.mark.parametrize("kind", LOW, ids=lambda k: "-".join(k.values()))
-def test_gpu_warmup_and_graphs(kind: dict[str, str], rounds: int | None) -> None:
-    """Warmup changes no byte; replays are the eager steps bit for bit, also with a seed renewed inside the graph."""
-    if "copy_dtype" in kind and rounds:
-        pytest.skip("an f32 state is not rounded stochastically")
-    spec = graph_spec(kind)
-    cache = ReplayCache.allocate(spec, 5, "cuda", A=decays(spec))
-    model = ReplayCache.allocate(spec, 5, "cuda", A=decays(spec))
-    before = {k: v.cpu() for k, v in snapshot(cache).items()}
-    problem = spec.problem(philox_rounds=rounds, d_dtype=None, dt_bias_dtype=None)
-    coverage = warmup([problem], [2, 4], cache=cache)
-    assert coverage.cache is not None and all(torch.equal(v.cpu(), before[k]) for k, v in snapshot(cache).items())
-    seeds = [None if rounds is None else torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2)]
-    for c in (cache, model):
-        c.reset(range(5))
-    graphs = DecodeGraphs(Model(cache, seeds[0]), graph_inputs(spec), [2, 4])
-    graphs.capture()
-    eager = Model(model, seeds[1], renew=False)
-    drawn = set()
-    for step in range(12):
-        given = {k: v.cuda() for k, v in graph_values(spec, 1 + step % 4, step).items()}
-        got = graphs(**given).clone()
-        if seeds[0] is None:
-            rows = len(given["slots"])
-            padded = {k: t[: graphs.bucket(rows)] for k, t in graphs.buffers.items()}
-            assert torch.equal(got, eager(**padded)[:rows])
-        else:
-            drawn.add(int(seeds[0]))
-    if seeds[0] is None:
-        assert_same(cache, model)
-    else:
-        assert len(drawn) == 12, "every replay draws a seed of its own"
-        assert all(
-            math.isfinite(float(layer.state_scale.max())) for layer in cache.layers if layer.state_scale is not None
-        )
