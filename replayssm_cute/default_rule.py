@@ -50,8 +50,9 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     elif narrow and work >= MANY and not long:
         options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in (7, 4, 1)]
     elif narrow and work >= MANY:
-        # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32: 55.6
-        # us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us, 283.
+        # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32:
+        # 55.6 us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us
+        # at 256, 283 with it.
         kept = TileConfig(4, tail_rows=tail, ctas_per_sm=4)
         spared = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
         options = [kept] if kept.is_valid(problem, target) else spared

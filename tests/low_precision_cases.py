@@ -66,7 +66,10 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
     "bf16 copy, f16 inputs, gaps": (dataclasses.replace(BASE, copy_dtype="bf16", compact=False, **F16), BYTE_ONE),
     "f8 copy, two tiles": (dataclasses.replace(FOUR, copy_dtype="f8e4m3"), TileConfig(2, tiles_per_warp=2)),
     "i8 copy, behind another kernel": (dataclasses.replace(BASE, copy_dtype="i8", **WIDE, pdl=True), BYTE_ONE),
-    "bf16 copy, one turn of two tiles": (dataclasses.replace(BASE, copy_dtype="bf16", **WIDE), TileConfig(tiles_per_warp=2)),
+    "bf16 copy, one turn of two tiles": (
+        dataclasses.replace(BASE, copy_dtype="bf16", **WIDE),
+        TileConfig(tiles_per_warp=2),
+    ),
     "f8 copy, four turns of four tiles, three stages": (
         dataclasses.replace(ONE_GROUP, copy_dtype="f8e4m3", **WIDE),
         TileConfig(4, 3, tiles_per_warp=4),

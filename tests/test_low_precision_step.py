@@ -189,7 +189,12 @@ SLIPS: dict[str, tuple[str, str, str, str]] = {
     ),
     "steps read the checkpoint": ("step", "if self.flushes(row):", "if True:", "bf16 copy"),
     "rows that flush read the copy": ("step", "if self.flushes(row):", "if False:", "bf16 copy"),
-    "tiles in one phase": ("state_copies", "(turn.phase * self.spec.tiles + tile) & 1", "turn.phase", "f8 copy, two tiles"),
+    "tiles in one phase": (
+        "state_copies",
+        "(turn.phase * self.spec.tiles + tile) & 1",
+        "turn.phase",
+        "f8 copy, two tiles",
+    ),
     "a tile over one that is being stored": (
         "state_copies",
         "cute.arch.cp_async_bulk_wait_group(0, read=True)",

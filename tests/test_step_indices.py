@@ -201,7 +201,7 @@ SLIPS = {
         "ended while its stores",
     ),
     "a total decay of the wrong lane": ("decay", "(inclusive, SEGMENT - 1)", "(inclusive, SEGMENT)", "error"),
-    "another stage stored": ("state_copies", "from_shared[None, thread.warp, stage]", "from_shared[None, thread.warp, 1 - stage]", "error|on its"),
+    "another stage stored": ("state_copies", "stage], boxes.to_g", "1 - stage], boxes.to_g", "error|on its"),
     "outputs of a neighbour": ("tokens", "side + g - odd", "side + g", "promised to be a multiple of 2"),
     "a row beyond the ring": ("spec", "index >= rows", "index > rows", "shape"),
     "B appended by every split": ("phases", "& (share.rows.split == 0)", "& (share.rows.split >= 0)", "B_cache"),

@@ -194,7 +194,7 @@ class Phases:
 
     def ask_ring(
         self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread
-    ) -> RingInputs:
+    ) -> RingInputs:  # fmt: skip
         """Ask for the ring; x of it goes to shared memory."""
         bc_tile = self.products.tile(thread.warp % self.spec.shared.tile_warps)
         bc_rows = self.products.new_rows()

@@ -246,7 +246,7 @@ class StepKernel(Phases):
 
     @cute.jit
     def next_read_out(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, flush, thread: Thread):
-        """Wait for a stage's state and leave S·C in `read_out`; the flush of a checkpoint beside a copy does it itself."""
+        """Wait for a stage's state and leave S·C in `read_out`; the flush of a checkpoint beside a copy does it itself."""  # noqa: E501
         if cutlass.const_expr(self.dual):
             if not flush:
                 self.read_stage(read_out, shared, pipe, stage, phase, thread)
