@@ -48,7 +48,8 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if narrow and work >= MANY and problem.rewrites:
         options = _rewriting(problem, tail)
     elif narrow and work >= MANY and not long:
-        options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in (7, 4, 1)]
+        caps = (7, 4, 1) if problem.state_dtype == "bf16" else (1,)  # f16's flush takes more registers: 1.25 of the time
+        options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in caps]
     elif narrow and work >= MANY:
         # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32:
         # 55.6 us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us
