@@ -13,6 +13,7 @@ from .cache import CacheSpec, recipes
 from .config import TileConfig
 from .default_rule import default_config, default_configs
 from .problem import Problem
+from .sm100 import config_from_json
 from .target import named
 
 
@@ -35,7 +36,7 @@ def _parse_problems(texts: Sequence[str], files: Sequence[str]) -> list[tuple[Pr
         if not isinstance(data, list):
             raise ValueError(f"--plan {file}: got a {type(data).__name__}, expected a list or a table")
         for one in data:
-            configs = [TileConfig.from_json(c) for c in one.get("configs", [])]
+            configs = [config_from_json(c) for c in one.get("configs", [])]
             wanted.append((Problem.from_json(one["problem"]), configs))
     return wanted
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         wanted = _parse_problems(args.problem, args.plan)
-        forced = [TileConfig.from_json(json.loads(text)) for text in args.config]
+        forced = [config_from_json(json.loads(text)) for text in args.config]
         targets = [named(name) for name in args.target]
         caches = [_cache_spec(text) for text in args.cache]
     except (ValueError, TypeError, KeyError, AttributeError, OSError, NotImplementedError) as error:

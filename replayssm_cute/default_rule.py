@@ -33,11 +33,11 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """One head a CTA for small batches, several for large ones.
 
     Measured on one H200, W 16 (heads a multiprocessor in brackets). f32, 128 heads, T 4 and T 1: one head a CTA is best
-    up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64: two take 24.5 and
-    78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.7 us at batch 4, one 7.0; four heads in two stages 16.2 at
-    16, two tiles a warp 16.7 (T 1: 14.3, 15.8; f16 prefers the tiles, 17.2 to 17.6); two heads of two tiles 47.4 at 64
-    and 174.7 at 256, four of one tile 49.5 and 178. A head whose state is larger than the target's shared
-    memory is split over the fewest CTAs that hold it.
+    up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64, with the kernel
+    before: two take 24.5 and 78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.7 us at batch 4, one 7.0; four
+    heads in two stages 16.2 at 16, two tiles a warp 16.7 (T 1: 14.3, 15.9; f16 prefers the tiles, 17.2 to 17.6); two
+    heads of two tiles 47.4 at 64 and 174.7 at 256, four of one tile 49.5 and 178. A head whose state is larger than the
+    target's shared memory is split over the fewest CTAs that hold it.
 
     Raises:
         ValueError: if nothing fits.
@@ -48,8 +48,11 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if narrow and work >= MANY and problem.rewrites:
         options = _rewriting(problem, tail)
     elif narrow and work >= MANY and not long:
-        caps = (7, 4, 1) if problem.state_dtype == "bf16" else (1,)  # f16's flush takes more registers: 1.25 of the time
+        # Other flushes take more registers than a cap at seven leaves: f16 states 1.25 of the time.
+        caps = (7, 4, 1) if problem.state_dtype == problem.io_dtype == "bf16" and problem.compact else (1,)
         options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in caps]
+        options = [c for c in options if c.is_valid(problem, target)]
+        options = options or [TileConfig(n, 2, tail_rows=tail) for n in (4, 2)]  # heads of 80 have five tiles
     elif narrow and work >= MANY:
         # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32:
         # 55.6 us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us
@@ -95,7 +98,8 @@ def _rewriting(problem: Problem, tail: int) -> list[TileConfig]:
     room = problem.window <= 2 * SKIPPED
     if problem.copy_dtype is not None:
         one = [TileConfig(tiles_per_warp=2, ctas_per_sm=n, keep_b=problem.window <= SHORT_WINDOW) for n in (8, 7, 1)]
-        return [TileConfig(2, tail_rows=tail)] if problem.read_bytes == 2 and room else [*one, TileConfig()]
+        two = [TileConfig(2, tail_rows=tail)]
+        return two if problem.read_bytes == 2 and room else [*one, *two]
     if problem.scaled:
         several = [TileConfig(n, 2, tail_rows=tail, ctas_per_sm=4) for n in (4, 2)]
         return several if room else [TileConfig(2, tail_rows=tail)]

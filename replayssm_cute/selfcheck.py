@@ -44,7 +44,9 @@ log = logging.getLogger("replayssm_cute")
 FORMAT = 1  # of a verdict's file
 OUTCOMES = ("passed", "failed", "crashed")
 ROWS = 6  # live rows of a trial, and as many again in the tail of a config that has one
-PLACES = 640  # CTAs of the trial that has more than a GPU holds at a time: two for each of 160 multiprocessors, twice
+# CTAs of the trial that has more than a GPU of at most 160 multiprocessors holds at a time: twice two for each, or
+# twice as many as a config asks room for.
+PLACES, PLACES_A_CTA = 640, 320
 HANG_SECONDS = 60.0  # a trial takes microseconds; the rest is for a GPU that others keep busy
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -374,7 +376,8 @@ def trials(problem: Problem, config: TileConfig) -> Iterator[Call]:
         for number in range(max(3, -(-period // step))):  # three show short windows in every way to wrap
             yield _trial(problem, config, more, number, range(number * step, number * step + ROWS + in_tail))
     if isinstance(config, Sm100Config) and config.launch_control:
-        rows = max(ROWS, -(-PLACES // config.ctas_per_row(problem)))
+        places = max(PLACES, PLACES_A_CTA * config.ctas_per_sm)
+        rows = max(ROWS, -(-places // config.ctas_per_row(problem)))
         yield _trial(problem, config, 1 if problem.ragged else None, 0, range(rows + in_tail), padded=8)
 
 

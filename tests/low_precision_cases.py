@@ -82,9 +82,20 @@ CASES: dict[str, tuple[Problem, TileConfig]] = {
         dataclasses.replace(ONE_GROUP, copy_dtype="bf16", head_dim=128),
         TileConfig(4, 1, parallel_heads=2, tiles_per_warp=2, head_split=2),
     ),
+    "bf16 copy, T 32, W 64, two turns of two tiles": (
+        dataclasses.replace(ONE_GROUP, heads=2, copy_dtype="bf16", tokens=32, window=64),
+        TileConfig(2, tiles_per_warp=2),
+    ),
     "highest": (dataclasses.replace(BASE, precision="highest"), BYTE_ONE),
     "highest, two turns, T 9": (dataclasses.replace(FOUR, precision="highest", tokens=9), TWO_TURNS),
     "highest, whole": (dataclasses.replace(BASE, precision="highest", **WIDE), TileConfig(ring="whole")),
+}
+RAGGED_COPIES: dict[str, tuple[Problem, TileConfig]] = {
+    "bf16, behind another kernel, four turns, three stages, two tiles, a tail": (
+        dataclasses.replace(ONE_GROUP, copy_dtype="bf16", ragged=True, pdl=True),
+        TileConfig(4, 3, tiles_per_warp=2, tail_rows=3),
+    ),
+    "i8, T = W = 32": (dataclasses.replace(BASE, copy_dtype="i8", tokens=32, window=32, ragged=True), BYTE_ONE),
 }
 # Of the codes that a flush writes, how many are those of the reference at least: sums differ by 2^-12 of what the ring
 # adds where its terms are not split, which moves some values over the edge between two codes.

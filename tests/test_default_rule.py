@@ -37,6 +37,13 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"state_dtype": "bf16"}, 16, TileConfig(4, 2)),
         ({"state_dtype": "f16"}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "f16"}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2)),
+        (
+            {"state_dtype": "bf16", "io_dtype": "f16", "dt_dtype": "f16"},
+            256,
+            TileConfig(2, tail_rows=8, tiles_per_warp=2),
+        ),
+        ({"state_dtype": "bf16", "heads": 96, "head_dim": 80}, 256, TileConfig(4, 2, tail_rows=11)),
+        ({"copy_dtype": "f8e4m3", "heads": 96, "head_dim": 80}, 256, TileConfig(2, tail_rows=11)),
         ({"ragged": True}, 16, TileConfig(2, tail_rows=8, ctas_per_sm=4)),
         ({"copy_dtype": "bf16"}, 256, TileConfig(2, tail_rows=8)),
         ({"copy_dtype": "f8e4m3"}, 256, TileConfig(tiles_per_warp=2, ctas_per_sm=8)),

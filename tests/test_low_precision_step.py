@@ -8,14 +8,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from low_precision_cases import CASES, excess, least_share
-from simulated_cases import BASE, every_pnat_call, example_call
+from low_precision_cases import CASES, RAGGED_COPIES, excess, least_share
+from simulated_cases import BASE, FOUR, every_pnat_call, example_call, ragged_call
 from simulator.launch import Run
 from simulator.source import KERNELS, Source
 
 from replayssm_cute import compare, ring, rounding
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.reference import checkpointing_ssu_reference
 
 # How often functions go through the banks at most, if not once.
 WAYS = {
@@ -75,6 +76,59 @@ def check_counts(run: Run, problem: Problem, live: list[int], flushed: list[int]
         assert (reads[live] > 0).all() and not np.delete(reads, live, 0).any()
     if problem.philox_rounds is not None:
         assert not run.tensors["rand_seed"].counts("written").any()
+
+
+@pytest.mark.parametrize("name", RAGGED_COPIES)
+def test_packed_rows_beside_a_copy(name: str) -> None:
+    problem, config = RAGGED_COPIES[name]
+    call = ragged_call(problem)
+    before = call.clone()
+    run = Run(problem, config, call)
+    assert compare.bounds(problem).violation(compare.errors(before, call)) is None
+    assert run.unfinished == [] and compare.same_codes(before, call) >= least_share(problem)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f8e4m3", "i8"])
+def test_nan_and_inf_in_a_checkpoint_beside_a_copy(kind: str) -> None:
+    """They stay where the reference has them; those of a copy that a flush replaces are not read."""
+    problem = dataclasses.replace(BASE, copy_dtype=kind)
+    call, _ = example_call(problem)
+    assert call.state_batch_indices is not None and call.state_copy is not None
+    flushed, other = int(call.state_batch_indices[3]), int(call.state_batch_indices[0])
+    call.state[flushed, 0, 1, 3], call.state[flushed, 0, 2, 5] = float("nan"), float("inf")
+    call.state[other, 0, 1] = float("nan")
+    if kind != "i8":
+        call.state_copy[flushed, 1, 3] = float("nan")
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs())
+    Run(problem, TileConfig(), call)
+    for name in ("out", "state", "state_copy", "state_scale"):
+        if (got := getattr(call, name)) is not None:
+            want = getattr(expected, name).float()
+            assert torch.equal(got.float().isnan(), want.isnan()) and torch.equal(got.float().isinf(), want.isinf())
+    assert call.out[3].isnan().any()
+
+
+@pytest.mark.parametrize("sizes", [(0.0, 1e-38, 1e30, 1.0), (1e-30, 1e34, 1e-25, float("nan"))])
+@pytest.mark.parametrize("kind", ["f8e4m3", "i8"])
+def test_tokens_whose_c_has_any_size(kind: str, sizes: tuple[float, ...]) -> None:
+    """C is kept as f16 from turn to turn, each token's times a power of two."""
+    problem = dataclasses.replace(FOUR, state_dtype=kind, d_state=128, has_z=False, d_dtype=None)
+    call, padding = example_call(problem)
+    call.x.zero_()
+    call.x_cache.zero_()
+    for token, size in enumerate(sizes):
+        call.C[:, token] *= size
+    expected = call.clone()
+    checkpointing_ssu_reference(**expected.kwargs(), compute_dtype=torch.float64)
+    Run(problem, TileConfig(2, 2), call)
+    rows = [row for row in range(call.batch) if row != padding]
+    for token, size in enumerate(sizes):
+        got, want = call.out[rows, token].double(), expected.out[rows, token].double()
+        if size != size:
+            assert got.isnan().all()
+        else:
+            assert float((got - want).norm()) <= 4e-3 * float(want.norm())
 
 
 def test_the_default_precision_is_not_the_highest() -> None:

@@ -94,7 +94,7 @@ def run(
         ranks.agree(
             {
                 "plan": hashlib.sha256(repr(plan).encode()).hexdigest()[:12],
-                "kernels": fingerprint.kernels()[:12],
+                "kernels": f"{fingerprint.kernels()[:12]} {fingerprint.kernels('sm100')[:12]}",
                 "way": "measure" if device is not None else f"estimate {', '.join(names)}",
                 "repeats": repeats,
             }

@@ -46,7 +46,7 @@ class Choice:
 
     Attributes:
         config: the tile config to run.
-        source: "table" (this problem's own cell), "nearest" (another cell), "default" (the rule of `config`),
+        source: "table" (this problem's own cell), "nearest" (another cell), "default" (`default_rule`),
             "forced" (by the caller) or "fallback" (in place of one whose kernel failed its self-check).
         reason: in words.
         table: name of the table's file, None for the default rule.
