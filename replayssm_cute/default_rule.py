@@ -46,10 +46,11 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     narrow, long = problem.read_bytes < 4, problem.window > SHORT_WINDOW
     options: list[TileConfig] = []
     if narrow and work >= MANY and problem.rewrites:
-        options = _rewriting(problem, tail)
+        options = _rewriting(problem, target, tail)
     elif narrow and work >= MANY and not long:
         # Other flushes take more registers than a cap at seven leaves: f16 states 1.25 of the time.
-        caps = (7, 4, 1) if problem.state_dtype == problem.io_dtype == "bf16" and problem.compact else (1,)
+        spare = problem.state_dtype == problem.io_dtype == "bf16" and problem.compact
+        caps: tuple[int, ...] = (7, 4, 1) if spare else (1,)
         options = [TileConfig(2, tail_rows=tail, tiles_per_warp=2, ctas_per_sm=n) for n in caps]
         options = [c for c in options if c.is_valid(problem, target)]
         options = options or [TileConfig(n, 2, tail_rows=tail) for n in (4, 2)]  # heads of 80 have five tiles
@@ -87,7 +88,7 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     )
 
 
-def _rewriting(problem: Problem, tail: int) -> list[TileConfig]:
+def _rewriting(problem: Problem, target: Target, tail: int) -> list[TileConfig]:
     """The configs for large batches whose flushes rewrite a state.
 
     Measured on one H200, 128 heads, T 4, batch 256. bf16 copy: two heads a CTA 259, 228 and 283 us at W 16, 32 and 64,
@@ -100,9 +101,13 @@ def _rewriting(problem: Problem, tail: int) -> list[TileConfig]:
         one = [TileConfig(tiles_per_warp=2, ctas_per_sm=n, keep_b=problem.window <= SHORT_WINDOW) for n in (8, 7, 1)]
         two = [TileConfig(2, tail_rows=tail)]
         return two if problem.read_bytes == 2 and room else [*one, *two]
-    if problem.scaled:
-        several = [TileConfig(n, 2, tail_rows=tail, ctas_per_sm=4) for n in (4, 2)]
-        return several if room else [TileConfig(2, tail_rows=tail)]
+    # Stochastic rounding, larger heads and N 256 would spill: no cap for them.
+    capped = TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4)
+    small = problem.philox_rounds is None and problem.head_dim * problem.d_state <= 64 * 128
+    if problem.scaled and room and small and capped.is_valid(problem, target):
+        return [capped]
+    if problem.scaled and not room:
+        return [TileConfig(2, tail_rows=tail)]
     return [TileConfig(n, 2 if room else 1, tail_rows=tail, keep_b=room) for n in (4, 2)]
 
 

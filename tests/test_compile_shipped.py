@@ -42,6 +42,14 @@ def test_what_is_wrong_is_told(done: compiler.Done, text: str | None) -> None:
     assert found is None if text is None else text in (found or "")
 
 
+def test_what_was_measured_may_spill() -> None:
+    spills = compiler.Done(ITEM, "compiled", 1.0, dataclasses.replace(GOOD, stack_bytes=8))
+    assert compile_shipped.complaint(spills, {(SMALL, PLAIN, H200.arch)}) is None
+    assert compile_shipped.complaint(spills, {(SMALL, TileConfig(2), H200.arch)}) is not None
+    names = {(p, c, t.arch) for p, c, t in compile_shipped.shipped()}
+    assert compile_shipped.measured() < names
+
+
 def test_its_exit_status_and_its_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     bad = compiler.Done(ITEM, "compiled", 1.0, None, "ptxas said no")
 
