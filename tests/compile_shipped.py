@@ -1,9 +1,9 @@
 """Compile every config that a shipped table names, for the table's target: `make compile-shipped`.
 
 Measured tables and estimated ones, each kernel once for its architecture: it must compile, ask for the shared memory
-that its config says, and keep nothing in local memory, but for what was measured: there the time has it in it. Needs no GPU. Kernels go to the disk cache, so that a second
-run only reads them. `--minutes 10` begins no further kernels after that time; the order changes with `--seed`, so that
-several short runs see all of them.
+that its config says, and keep nothing in local memory, but for what was measured: there the time has it in it. Needs no
+GPU. Kernels go to the disk cache, so that a second run only reads them. `--minutes 10` begins no further kernels after
+that time; the order changes with `--seed`, so that several short runs see all of them.
 """
 
 from __future__ import annotations
