@@ -192,14 +192,11 @@ class Phases:
         cute.arch.sync_warp()  # a fence for the scheduler: loads above it are issued above it
         return Inputs(c, decay, x)
 
-    def ask_ring(
-        self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread
-    ) -> RingInputs:  # fmt: skip
+    def ask_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share, thread: Thread) -> RingInputs:
         """Ask for the ring; x of it goes to shared memory."""
-        bc_tile = self.products.tile(thread.warp % self.spec.shared.tile_warps)
         bc_rows = self.products.new_rows()
         ring_dt = self.decay.load_ring(tensors, row, share.scan_head, thread)
-        self.products.load_rows(bc_rows, tensors, row, bc_tile, thread)
+        self.products.ask(bc_rows, tensors, shared, row, thread)
         self.tokens.copy_ring(tensors, shared, row, share)
         cute.arch.cp_async_commit_group()
         return RingInputs(bc_rows, ring_dt)
@@ -221,6 +218,8 @@ class Phases:
         number = thread.warp % layout.tile_warps
         b_rows = ring.b_rows
         appends = (share.head0 % spec.problem.heads_per_group == 0) & (share.rows.split == 0)
+        if cutlass.const_expr(self.products.ring_b.copied):
+            cute.arch.cp_async_wait_group(1)  # x may still be on its way
         self.products.partial_sums(b_rows, tensors, shared, row, appends, flush, self.products.tile(number), thread)
         for more in cutlass.range_constexpr(1, self.products.rounds):
             later_tile = self.products.tile(number + more * layout.tile_warps)

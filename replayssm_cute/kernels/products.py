@@ -53,22 +53,58 @@ class Products:
         return (mine + step * shared.slices) * 32 + 8 * thread.t
 
     @cute.jit
+    def ask(self, held, tensors: Tensors, shared: Shared, row: Row, thread: Thread):
+        """Ask for B of a warp's first tile; what of its later ones comes by copies too."""
+        layout = self.spec.shared
+        number = thread.warp % layout.tile_warps
+        self.load_rows(held, tensors, row, self.tile(number), thread)
+        if cutlass.const_expr(self.ring_b.copied):
+            for more in cutlass.range_constexpr(self.rounds):
+                tile = self.tile(number + more * layout.tile_warps)
+                if cutlass.const_expr(more == 0 or not self.spec.skips):
+                    self._copy(tensors, shared, row, tile, thread)
+                else:
+                    if self.wanted(row, tile):
+                        self._copy(tensors, shared, row, tile, thread)
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _copy(self, tensors: Tensors, shared: Shared, row: Row, tile, thread: Thread):
+        """Ask for the ring positions of a warp's tile, each lane for what it takes from there."""
+        if thread.warp // self.spec.shared.tile_warps < self.spec.shared.slices:
+            for half in cutlass.range_constexpr(2):
+                unit = 2 * tile + half
+                if unit < self.spec.ring_steps:
+                    for k in cutlass.range_constexpr(self.columns):
+                        self.ring_b.copy(tensors, shared, row, thread.g + 8 * unit, self._column(thread, k))
+
+    @cute.jit
     def load_rows(self, held, tensors: Tensors, row: Row, tile, thread: Thread):
-        """Ask for B of a warp's tile, position g of each of its halves; `tile` is the same in all lanes."""
+        """Ask for B of a warp's tile, position g of each of its halves; `tile` is the same in all lanes.
+
+        Of ring positions only where they do not come by copies.
+        """
         for half in cutlass.range_constexpr(2):
             unit = 2 * tile + half
             at = half * 4 * self.columns
-            if unit < self.spec.ring_steps:
-                ring = self.spec.read_row(row, thread.g + 8 * unit)
-                for k in cutlass.range_constexpr(self.columns):
-                    where = (row.group, ring)
-                    pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
-                    self._hold(held, at + 4 * k, load_words(pointer, 4))
-            elif unit < self.spec.steps:
-                outer, index = self.spec.new_token(row.new, thread.g + 8 * (unit - self.spec.ring_steps))
-                for k in cutlass.range_constexpr(self.columns):
-                    pointer = self.spec.pointer(tensors.b, outer, (index, row.group), self._column(thread, k), 8)
-                    self._hold(held, at + 4 * k, load_words(pointer, 4))
+            if cutlass.const_expr(self.ring_b.copied):
+                if (unit >= self.spec.ring_steps) & (unit < self.spec.steps):
+                    self._load_new(held, at, tensors, row, unit, thread)
+            else:
+                if unit < self.spec.ring_steps:
+                    ring = self.spec.read_row(row, thread.g + 8 * unit)
+                    for k in cutlass.range_constexpr(self.columns):
+                        where = (row.group, ring)
+                        pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
+                        self._hold(held, at + 4 * k, load_words(pointer, 4))
+                elif unit < self.spec.steps:
+                    self._load_new(held, at, tensors, row, unit, thread)
+
+    def _load_new(self, held, at, tensors, row: Row, unit, thread):
+        outer, index = self.spec.new_token(row.new, thread.g + 8 * (unit - self.spec.ring_steps))
+        for k in range(self.columns):
+            pointer = self.spec.pointer(tensors.b, outer, (index, row.group), self._column(thread, k), 8)
+            self._hold(held, at + 4 * k, load_words(pointer, 4))
 
     def _hold(self, held, at, words):
         for e, word in enumerate(words):
@@ -95,6 +131,8 @@ class Products:
         g, t = thread.g, thread.t
         slice_index = thread.warp // self.spec.shared.tile_warps
         if slice_index < self.spec.shared.slices:
+            if cutlass.const_expr(self.ring_b.copied):
+                self._take(held, tensors, shared, row, tile, thread)
             # two chains of accumulation, as in the read-out
             chains = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(self.spec.token_tiles)]
             for k in cutlass.range_constexpr(self.columns):
@@ -117,7 +155,7 @@ class Products:
                     for n in cutlass.range_constexpr(self.spec.token_tiles):
                         shared.products[at + 8 * n] = sums[n][2 * half]
                         shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
-                if cutlass.const_expr(self.ring_b.kept):
+                if cutlass.const_expr(self.ring_b.kept and not self.ring_b.copied):
                     if flush & (unit < self.spec.ring_steps):
                         self._keep(held, half * 4 * self.columns, shared, row, 8 * unit + g, thread)
                 token = g + 8 * (unit - self.spec.ring_steps)
@@ -127,6 +165,16 @@ class Products:
                         where = (row.group, ring)
                         pointer = self.spec.pointer(tensors.b_cache, row.slot, where, self._column(thread, k), 8)
                         store_words(pointer, [held[half * 4 * self.columns + 4 * k + e] for e in range(4)])
+
+    @cute.jit
+    def _take(self, held, tensors: Tensors, shared: Shared, row: Row, tile, thread: Thread):
+        """A tile's ring positions, which this lane has asked for and waited for."""
+        for half in cutlass.range_constexpr(2):
+            unit = 2 * tile + half
+            if unit < self.spec.ring_steps:
+                for k in cutlass.range_constexpr(self.columns):
+                    words = self.ring_b.get(tensors, shared, row, thread.g + 8 * unit, self._column(thread, k), 8)
+                    self._hold(held, half * 4 * self.columns + 4 * k, words)
 
     def _keep(self, held, first, shared, row, position, thread):
         """Put this lane's pieces of a ring position's B where flushes find them."""

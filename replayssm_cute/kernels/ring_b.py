@@ -1,16 +1,17 @@
 """B of the ring positions, for the flush of every head of a CTA.
 
-B·C has read it anyway, and keeps it in shared memory where the config says so; otherwise flushes read it from L2.
+Where the config says so it comes to shared memory by asynchronous copies, and B·C takes it from there too; otherwise
+B·C reads it into registers, and flushes read it from L2 again. With the whole ring, B·C puts what it has read there.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .bundles import Row, Shared, Tensors
-from .primitives import load_words, store_words
+from .primitives import copy_async, load_words, store_words
 from .spec import StepSpec
 
 
@@ -21,6 +22,7 @@ class RingB:
         self.spec = spec
         self.layout = spec.shared
         self.kept = spec.config.keep_b
+        self.copied = self.kept and not spec.whole
 
     def _at(self, position, column):
         return self.layout.b + position * self.layout.b_stride + 2 * column
@@ -28,6 +30,13 @@ class RingB:
     def put(self, shared: Shared, row: Row, position, column, words):
         """Keep a piece of 8 columns of a position."""
         store_words(shared.raw + cute.assume(self._at(position, column), divby=16), self._live(row, position, words))
+
+    def copy(self, tensors: Tensors, shared: Shared, row: Row, position, column):
+        """Ask for a piece of 8 columns of a position; of a dead one zeros."""
+        where = (row.group, self.spec.read_row(row, position))
+        source = self.spec.pointer(tensors.b_cache, row.slot, where, column, 8)
+        bytes_ = Int32(cutlass.select_(self.spec.is_live(row, position), 16, 0))
+        copy_async(shared.address + self._at(position, column), Int64(source.toint()), bytes_)
 
     def get(self, tensors: Tensors, shared: Shared, row: Row, position, column, count: int):
         """`count` columns of a position, as words."""

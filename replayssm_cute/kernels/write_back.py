@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .bundles import Row, Share, Shared, Tensors, Thread, Turn
+from .decay import TRUNCATION_GAIN
 from .flush_long import LongFlush
 from .rewrite import Rewrite
 from .spec import P_TILE, StepSpec
@@ -68,7 +69,8 @@ class WriteBack:
             self.copies.load_next_tile(pipe, turn, tile, share, row, thread)
             for k in cutlass.range_constexpr(each * self.spec.tiles):  # registers have fixed numbers
                 mine = tile == k // each
-                sums[k] = Float32(cutlass.select_(mine, job.read_out[k % each], sums[k]))
+                read_out = job.read_out[k % each] * Float32(TRUNCATION_GAIN)
+                sums[k] = Float32(cutlass.select_(mine, read_out, sums[k]))
 
     def _tile(self, shared, turn, tile, thread):
         """A tile's state in the turn's stage, as words, and the address of its inputs."""
