@@ -93,7 +93,7 @@ def test_what_does_not_agree_is_replaced_and_it_is_said(
 ) -> None:
     estimate(tmp_path)
     if what == "kernels":
-        monkeypatch.setattr(fingerprint, "kernels", lambda: "f" * 64)
+        monkeypatch.setattr(fingerprint, "kernels", lambda group="step": "f" * 64)
     else:
         monkeypatch.setattr(cost, "version", lambda: "ffffffff")
     said = estimate(tmp_path, (8,))

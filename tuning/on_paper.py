@@ -55,6 +55,8 @@ def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
 def cells(plan: TuningPlan, target: Target, compiled: Compiled, space: Mapping[Problem, int]) -> tuple[CellResult, ...]:
     """Every cell of a plan, with each of its problem's compiled configs as a candidate.
 
+    Those that use local memory are left out where a problem has others: what spills cost the model knows least.
+
     Args:
         compiled: resources as JSON, or {"failed": reason}, by problem and config.
         space: configs that each problem has on the target.
@@ -62,6 +64,10 @@ def cells(plan: TuningPlan, target: Target, compiled: Compiled, space: Mapping[P
     configs: dict[Problem, list[TileConfig]] = {}
     for problem, config in compiled:
         configs.setdefault(problem, []).append(config)
+    for problem, known in configs.items():
+        spared = [c for c in known if not compiled[problem, c].get("stack_bytes")]
+        if any("failed" not in compiled[problem, c] for c in spared):
+            configs[problem] = spared
     return tuple(
         CellResult(
             label=w.label,
@@ -92,7 +98,7 @@ def _results(ctx: Context, target: Target, compiled: Compiled) -> Results:
     if failed:
         notes.append(f"{len(failed)} candidates failed to compile, first: {failed[0][:200]}")
     if spilled:
-        notes.append(f"{spilled} candidates use local memory (spills)")
+        notes.append(f"{spilled} candidates use local memory (spills): left out where a problem has others")
     return Results(
         plan=ctx.plan.name,
         title=ctx.plan.title,
