@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .problem import Problem
-from .target import Target
+from .target import WITHOUT_TMA, Target
 
 P_TILE = 16  # rows of head_dim that one warp owns: the M of mma.m16n8
 WARP = 32
@@ -146,6 +146,10 @@ class TileConfig:
             return 'ring "whole" does not serve 8-bit states, read copies and stochastic rounding'
         if self.ring == "whole" and max(problem.window, problem.tokens) > WHOLE_LIMIT:
             return f'ring "whole" serves windows and T of at most {WHOLE_LIMIT}'
+        if target.arch in WITHOUT_TMA and problem.pdl:
+            return f"enable_pdl needs compute capability 9 or later, {target.name} is {target.arch}"
+        if target.arch == "sm_80" and problem.read_dtype == "f8e4m3":
+            return f"float8_e4m3fn needs compute capability 8.9 or later, {target.name} is {target.arch}"
         shared = self.shared_bytes(problem)
         if shared > target.shared_per_block:
             return f"needs {shared} bytes of shared memory, {target.name} allows {target.shared_per_block} a block"

@@ -35,6 +35,7 @@ class Target:
 
 
 KIB = 1024
+WITHOUT_TMA = ("sm_80", "sm_89")  # neither programmatic dependent launch
 # Streaming limits: the H200's is the median of four measured runs (4,557-4,667 GB/s); the others are
 # the vendor's datasheet bandwidths times 0.95, the H200's own measured share of its datasheet's 4.8 TB/s (8 TB/s for
 # all four of B200, GB200, B300, GB300). None of those four has been seen by this project. Their names are those that
@@ -48,11 +49,15 @@ _CATALOGUE: dict[str, Target] = {
     "gb200": Target("NVIDIA GB200", "sm_100a", 152, 227 * KIB, 228 * KIB, read_gbs=7600.0),
     "b300": Target("NVIDIA B300 SXM6 AC", "sm_103a", 148, 227 * KIB, 228 * KIB, read_gbs=7600.0),
     "gb300": Target("NVIDIA GB300", "sm_103a", 152, 227 * KIB, 228 * KIB, read_gbs=7600.0),
+    "a100": Target("NVIDIA A100-SXM4-80GB", "sm_80", 108, 163 * KIB, 164 * KIB, read_gbs=1940.0),
+    "l40s": Target("NVIDIA L40S", "sm_89", 142, 99 * KIB, 100 * KIB, threads_per_sm=1536, read_gbs=820.0),
     "rtx-pro-6000": Target(
         "NVIDIA RTX PRO 6000 Blackwell", "sm_120a", 188, 99 * KIB, 100 * KIB, threads_per_sm=1536, read_gbs=1700.0
     ),
 }
-_DEFAULT_OF_ARCH = {"sm_90a": "h200", "sm_100a": "b200", "sm_103a": "b300", "sm_120a": "rtx-pro-6000"}
+_DEFAULT_OF_ARCH = {
+    "sm_90a": "h200", "sm_100a": "b200", "sm_103a": "b300", "sm_120a": "rtx-pro-6000", "sm_80": "a100", "sm_89": "l40s",
+}  # fmt: skip
 ARCHES = tuple(_DEFAULT_OF_ARCH)
 
 
@@ -80,7 +85,7 @@ def of_device(index: int) -> Target:
         RuntimeError: if the device's compute capability is one that no kernel here is written for.
     """
     props = torch.cuda.get_device_properties(index)
-    arch = f"sm_{props.major}{props.minor}a"
+    arch = f"sm_{props.major}{props.minor}" + ("a" if props.major >= 9 else "")
     if arch not in _DEFAULT_OF_ARCH:
         raise RuntimeError(
             f"GPU {props.name!r} has compute capability {props.major}.{props.minor}; "

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32
 
 from ..config import P_TILE, SHORT_WINDOW, SKIPPED, WARP, TileConfig, shared_layout
 from ..problem import Problem
+from ..target import WITHOUT_TMA
 from .bundles import NewTokens, Row, Tensors
 from .ptx import HARDWARE_ARCHES
 
@@ -50,6 +51,7 @@ class StepSpec:
         self.always_steps = SKIPPED // 8 if self.skips else self.ring_steps  # of the ring, whatever is live
         self.long_flush = p.window > SHORT_WINDOW or p.rewrites  # see flush_long and rewrite
         self.highest = p.precision == "highest"
+        self.tma = arch not in WITHOUT_TMA
         self.hardware_rounding = arch in HARDWARE_ARCHES
         self.units = p.d_state // 32  # column units of B·C
         # bf16 times bf16 and f16 times f16 need no conversion; everything else goes through tf32: exactly

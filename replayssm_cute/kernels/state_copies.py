@@ -130,12 +130,15 @@ class StateCopies:
     A row that flushes beside a copy brings the tiles of its checkpoint to the same stages, one after the other.
     """
 
+    tiles = Tiles
+    bulk = True  # whether bulk copies do it
+
     def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
         self.stages = spec.config.stages
         self.heads = spec.config.parallel_heads  # taken at a time
-        self.read = Tiles(spec, spec.state_kind, spec.rows)
-        self.checkpoint = None if spec.problem.copy_dtype is None else Tiles(spec, "f32", P_TILE)
+        self.read = self.tiles(spec, spec.state_kind, spec.rows)
+        self.checkpoint = None if spec.problem.copy_dtype is None else self.tiles(spec, "f32", P_TILE)
 
     def atoms(self, tensors: Tensors) -> tuple[Atoms, Atoms | None]:
         """On the host: atoms of what is read, and of a checkpoint beside it."""
@@ -162,12 +165,20 @@ class StateCopies:
             for stage in cutlass.range_constexpr(self.stages):
                 self.read.expect(pipe, stage, thread)
 
+    def wait(self, pipe: Pipe, stage, phase):
+        """Wait for what a stage's barrier expects."""
+        cute.arch.mbarrier_wait(pipe.barriers + stage, phase)
+
+    def drain(self):
+        """Wait until all stores of this thread have read shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
     @cute.jit
     def load_first(self, pipe: Pipe, share: Share, slot32, thread: Thread):
         """Ask for the states of a warp's first heads, one a stage."""
         for stage in cutlass.range_constexpr(self.stages):
             if stage < share.turns:
-                if cutlass.const_expr(self.checkpoint is not None):
+                if cutlass.const_expr(self.checkpoint is not None and self.bulk):
                     self.read.expect(pipe, stage, thread)
                 place = share.rows.tile, share.first + stage * self.heads, slot32
                 self.read.load(pipe.read, pipe, place, stage, thread)
@@ -176,7 +187,8 @@ class StateCopies:
     def refill(self, pipe: Pipe, i, stage, share: Share, row: Row, thread: Thread):
         """Ask for the state that takes the stage of turn i next; every lane must have read the old one."""
         if i + self.stages < share.turns:
-            self.read.expect(pipe, stage, thread)
+            if cutlass.const_expr(self.bulk):
+                self.read.expect(pipe, stage, thread)
             place = share.rows.tile, share.first + (i + self.stages) * self.heads, row.slot32
             self.read.load(pipe.read, pipe, place, stage, thread)
 
@@ -197,7 +209,7 @@ class StateCopies:
     @cute.jit
     def await_tile(self, pipe: Pipe, turn: Turn, tile):
         """Wait for a tile of a turn's checkpoint: a stage's barrier ends a phase with each."""
-        cute.arch.mbarrier_wait(pipe.barriers + turn.stage, (turn.phase * self.spec.tiles + tile) & 1)
+        self.wait(pipe, turn.stage, (turn.phase * self.spec.tiles + tile) & 1)
         cute.arch.sync_warp()  # lanes write over what came
 
     @cute.jit
@@ -212,7 +224,7 @@ class StateCopies:
         if cutlass.const_expr(self.spec.tiles > 1 or self.stages < self.spec.config.turns):
             same_head = tile + 1 < self.spec.tiles
             if same_head | (turn.number + self.stages < share.turns):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.drain()
                 cute.arch.sync_warp()
                 head = cutlass.select_(same_head, turn.head, turn.head + self.stages * self.heads)
                 following = cutlass.select_(same_head, tile + 1, 0)
@@ -222,6 +234,7 @@ class StateCopies:
         return share.rows.tile * self.spec.tiles + tile
 
     def _load_tile(self, pipe: Pipe, head, tile, stage, share: Share, row: Row, thread: Thread):
-        self.checkpoint.expect(pipe, stage, thread)
+        if self.bulk:
+            self.checkpoint.expect(pipe, stage, thread)
         place = self._tile(share, tile), head, row.slot32
         self.checkpoint.load(pipe.checkpoint, pipe, place, stage, thread)

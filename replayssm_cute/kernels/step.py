@@ -35,11 +35,12 @@ from .bundles import Entry, Row, Share, Shared, Tensors, Thread, Turn
 from .byte_state import ByteReadoutC, ByteStateTile, Scales
 from .convert import prefetch_row
 from .highest import ExactStateTile
+from .lane_copies import LaneCopies
 from .phases import Inputs, Phases, following
 from .readout_c import ReadoutC
 from .signature import fake_arguments
 from .spec import P_TILE, StepSpec
-from .state_copies import Atoms, Pipe, StateCopies
+from .state_copies import Pipe, StateCopies
 from .state_tile import StateTile
 from .write_back import WriteBack
 
@@ -63,7 +64,7 @@ class StepKernel(Phases):
         super().__init__(spec, (ByteReadoutC if problem.scaled else ReadoutC)(spec))
         of_state = ByteStateTile if problem.scaled else ExactStateTile if spec.highest else StateTile
         self.state_tile = of_state(spec, self.readout_c)
-        self.copies = StateCopies(spec)
+        self.copies = StateCopies(spec) if spec.tma else LaneCopies(spec)
         self.scales = Scales(spec, self.readout_c.gain) if problem.scaled else None
         self.write_back = WriteBack(spec, self.state_tile, self.tokens, self.copies)
         self.dual = problem.copy_dtype is not None
@@ -71,7 +72,7 @@ class StepKernel(Phases):
     def start(self, tensors: Tensors, stream) -> None:
         """Launch the grid."""
         atoms = self.copies.atoms(tensors)
-        if not self.spec.problem.rewrites:
+        if self.spec.tma and not self.spec.problem.rewrites:
             tensors = dataclasses.replace(tensors, state=None)  # TMA alone reaches it
         kernel = self.kernel(*atoms, tensors)
         kernel.launch(**self.launch_options(tensors, self.spec.threads, stream))
@@ -79,8 +80,8 @@ class StepKernel(Phases):
     @cute.kernel
     def kernel(
         self,
-        read: Atoms,
-        checkpoint: Atoms | None,
+        read: Any,
+        checkpoint: Any,
         tensors: Tensors,
     ):
         spec, p = self.spec, self.spec.problem
@@ -139,7 +140,7 @@ class StepKernel(Phases):
     @cute.jit
     def prefetch_checkpoints(self, tensors: Tensors, row: Row, share: Share, thread: Thread):
         """Ask for the rows of a warp's checkpoints that find no stage yet to be put into L2."""
-        if cutlass.const_expr(self.spec.tiles > 1 or self.refills):
+        if cutlass.const_expr(self.spec.tma and (self.spec.tiles > 1 or self.refills)):
             for i in cutlass.range(share.turns, unroll=1):
                 head = share.first + i * self.spec.config.parallel_heads
                 for tile in cutlass.range_constexpr(self.spec.tiles):
@@ -181,7 +182,7 @@ class StepKernel(Phases):
                 self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
         self.turns(tensors, shared, pipe, row, share, thread, read_out, flush)
         if flush:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives what is stored from it
+            self.copies.drain()  # shared memory outlives what is stored from it
 
     @cute.jit
     def first_read_out(
@@ -207,7 +208,7 @@ class StepKernel(Phases):
             cute.arch.sync_warp()
             if cutlass.const_expr(self.refills):
                 if flush:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.copies.drain()
                     self.copies.refill(pipe, number, turn.stage, share, row, thread)
 
     @cute.jit
@@ -257,7 +258,7 @@ class StepKernel(Phases):
     def read_stage(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, thread: Thread):
         """Wait for a stage's state and leave S·C in `read_out`."""
         spec, layout = self.spec, self.spec.shared
-        cute.arch.mbarrier_wait(pipe.barriers + stage, phase)
+        self.copies.wait(pipe, stage, phase)
         tile = shared.address + (stage * layout.stage_bytes + thread.warp * layout.warp_bytes)
         sums = self.state_tile.read_out(tile, read_out.c_rows, read_out.c_held, thread.lane)
         for k in cutlass.range_constexpr(spec.tiles * spec.token_tiles):

@@ -42,10 +42,13 @@ class Run:
 
     early: tuple[str, ...] = ()  # inputs that are there before the wait for the predecessor
 
-    def __init__(self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS) -> None:
+    def __init__(
+        self, problem: Problem, config: TileConfig, call: Call, source: Source = KERNELS, arch: str | None = None
+    ) -> None:
         extra = EXTRA if problem.rewrites else ()
         given = {name: getattr(call, name, None) for name in (*ORDER, *EXTRA)}
-        self._run(problem, config, source.module("step").step_kernel(problem, config), given, call.pad_slot_id, extra)
+        kernel = source.module("step").step_kernel(problem, config, arch)
+        self._run(problem, config, kernel, given, call.pad_slot_id, extra)
 
     def _run(
         self, problem: Problem, config: TileConfig, kernel: Any, given: dict[str, Any], pad_slot_id: int,

@@ -28,7 +28,6 @@ from ...kernels.phases import Inputs, RingInputs
 from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
 from ...kernels.signature import fake_arguments
 from ...kernels.spec import StepSpec
-from ...kernels.state_copies import Atoms
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
 from ...problem import ROW_ALIGN
@@ -188,8 +187,8 @@ class ConvStepKernel(StepKernel):
     @cute.kernel
     def kernel(
         self,
-        read: Atoms,
-        checkpoint: Atoms | None,
+        read: Any,
+        checkpoint: Any,
         tensors: LayerTensors,
     ):
         """A step's, but for what `early` asks for; see `StepKernel.kernel`."""
