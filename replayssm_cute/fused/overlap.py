@@ -21,7 +21,7 @@ from .. import fingerprint, tables
 from ..problem import Problem
 from ..tables.fields import TableError, batch_size, counts, fields_of, list_of, number, read_json, short, text
 from ..tables.lookup import _answering
-from ..target import Target
+from ..target import WITHOUT_TMA, Target
 from .chains import Chain, Overlap
 from .problem import LayerProblem
 from .shapes import conv_shape, norm_shape
@@ -229,13 +229,13 @@ def choose(problem: Problem, batch: int, target: Target, *, promised: bool) -> C
         cell = table.cell(problem, batch)
         if cell is not None:
             return cell.chain(promised)
-    return Chain(_default(promised))
+    return Chain(_default(promised, target))
 
 
 def candidates(problem: Problem, target: Target, *, promised: bool) -> tuple[Chain, ...]:
     """Every choice that some batch of the problem may get."""
     cells = [cell for table in _usable(target) for cell in table.entries.get(key_of(problem), {}).values()]
-    return tuple(dict.fromkeys([Chain(_default(promised)), *(cell.chain(promised) for cell in cells)]))
+    return tuple(dict.fromkeys([Chain(_default(promised, target)), *(cell.chain(promised) for cell in cells)]))
 
 
 def fastest(times: Mapping[Overlap, float], promised: bool) -> Overlap:
@@ -245,5 +245,8 @@ def fastest(times: Mapping[Overlap, float], promised: bool) -> Overlap:
     return best if times[default] > (1 + MARGIN) * times[best] else default
 
 
-def _default(promised: bool) -> Overlap:
+def _default(promised: bool, target: Target | None = None) -> Overlap:
+    """What serves without a measurement: nothing overlaps on a GPU without programmatic dependent launch."""
+    if target is not None and target.arch in WITHOUT_TMA:
+        return Overlap.NONE
     return Overlap.ALL if promised else Overlap.INNER
