@@ -65,7 +65,7 @@ class Job:
 
 
 class Rewrite:
-    """The flush phase where `Problem.rewrites`: `advance` a tile, then `encode` it where its scales wait for all of it."""  # noqa: E501
+    """The flush phase where `Problem.rewrites`: `advance` a tile, then `encode` it, where scales wait for all of it."""
 
     def __init__(self, spec: StepSpec, state_tile: StateTile) -> None:
         self.spec = spec
@@ -88,15 +88,15 @@ class Rewrite:
         room = HELD if p.philox_rounds is None else HELD_BESIDE_BITS
         self.holds = reached and 4 * spec.ring_steps * (2 if low else 1) <= room
 
-    def job(
-        self, tensors: Tensors, shared: Shared, tile, inputs, turn: Turn, p0, row: Row, thread: Thread
-    ) -> Job:  # fmt: skip
+    def job(self, tensors: Tensors, shared: Shared, tile, inputs, turn: Turn, p0, row: Row, thread: Thread) -> Job:
         """A tile to flush, rows `p0` to `p0` + 15 of a turn's head."""
         at = Vectors(self.spec, turn.index)
         total = shared.vectors[at.total]
         factors = [total] * 2
         if self.scaled and not self.dual:
-            factors = [total * Float32(tensors.scale[row.slot, turn.head, p0 + 8 * side + thread.g]) for side in range(2)]  # fmt: skip  # noqa: E501
+            factors = [
+                total * Float32(tensors.scale[row.slot, turn.head, p0 + 8 * side + thread.g]) for side in range(2)
+            ]
         key = [Int32(0)] * 2
         if tensors.seed is not None:
             key = load_words(tensors.seed[(None,)].iterator, 2)
@@ -181,7 +181,9 @@ class Rewrite:
     def _chunks(self, job: Job, number):
         """This lane's words of a block: of each of its rows, two units."""
         if self.dual:
-            return [[load_words(self._chunk(job, number, side, which), PART) for which in range(2)] for side in range(2)]  # fmt: skip  # noqa: E501
+            return [
+                [load_words(self._chunk(job, number, side, which), PART) for which in range(2)] for side in range(2)
+            ]
         return [self.state_tile.chunks(job.tile, number, side, job.thread) for side in range(2)]
 
     def _values(self, results, side, which):

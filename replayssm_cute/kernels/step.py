@@ -16,6 +16,9 @@ outputs, appended rows); `phases` has what is done alike by the Blackwell kernel
     slot -> states of the first turns by TMA -> cursors -> ring rows -> read-out of the first turn
     -> B·C, decay -> weights -> per turn: contributions of the ring, outputs, flush, read-out of the next turn
 
+Beside a read copy the cursors come first, and a flush, which is the read-out of its row, before the contributions. GPUs
+without TMA copy by lanes (`lane_copies`).
+
 A static condition has an `if` of its own: in `if const_expr(...) and x` the DSL traces a dead branch too.
 """
 
@@ -198,7 +201,7 @@ class StepKernel(Phases):
     @cute.jit
     def finish_turn(
         self, tensors: Tensors, shared: Shared, pipe: Pipe, row: Row, share: Share, thread: Thread,
-        read_out: ReadOut, sums, gates, turn: Turn, number, flush,
+        read_out: ReadOut, sums, gates, turn: Turn, flush,
     ):  # fmt: skip
         """A turn's outputs and its flush, after which its stage may be filled again."""
         self.tokens.store_outputs(tensors, shared, read_out.sums, sums, gates, turn, row.new, share.rows.p0, thread)
@@ -209,7 +212,7 @@ class StepKernel(Phases):
             if cutlass.const_expr(self.refills):
                 if flush:
                     self.copies.drain()
-                    self.copies.refill(pipe, number, turn.stage, share, row, thread)
+                    self.copies.refill(pipe, turn.number, turn.stage, share, row, thread)
 
     @cute.jit
     def turns(
@@ -224,7 +227,7 @@ class StepKernel(Phases):
                 if flush:  # which is the read-out
                     self.write_back.flush(tensors, shared, pipe, turn, share, row, thread, read_out.sums)
             sums, gates = self.contributions(tensors, shared, turn, row, thread)
-            self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, i, flush)
+            self.finish_turn(tensors, shared, pipe, row, share, thread, read_out, sums, gates, turn, flush)
             if cutlass.const_expr(not self.only_turn):
                 stage, phase = following(stage, phase, config.stages)
                 if i + 1 < share.turns:
@@ -247,7 +250,7 @@ class StepKernel(Phases):
 
     @cute.jit
     def next_read_out(self, read_out: ReadOut, shared: Shared, pipe: Pipe, stage, phase, flush, thread: Thread):
-        """Wait for a stage's state and leave S·C in `read_out`; the flush of a checkpoint beside a copy does it itself."""  # noqa: E501
+        """Wait for a stage's state and leave S·C in `read_out`; beside a copy a flush does it itself."""
         if cutlass.const_expr(self.dual):
             if not flush:
                 self.read_stage(read_out, shared, pipe, stage, phase, thread)
