@@ -191,13 +191,13 @@ SLIPS = {
     ),
     "a stage filled while it is stored": (
         "step",
-        "                    cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+        "                    self.copies.drain()\n",
         "",
         "while a store may still read it",
     ),
     "an end before what is stored was read": (
         "step",
-        "            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared",
+        "            self.copies.drain()  # shared",
         "            pass  # shared",
         "ended while its stores",
     ),

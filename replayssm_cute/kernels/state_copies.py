@@ -48,7 +48,7 @@ class Pipe:
 
 
 class Tiles:
-    """Boxes of `rows` rows of a head, all N columns, of a (slots, heads, P, N) tensor; a warp's stages hold one each."""
+    """Boxes of `rows` rows of a head, all of N, of a (slots, heads, P, N) tensor; a warp's stages hold one each."""
 
     def __init__(self, spec: StepSpec, kind: str, rows: int) -> None:
         self.spec = spec
