@@ -68,6 +68,8 @@ def test_every_target_and_geometry_has_a_valid_config_and_the_list_has_them_all(
         ARCHES, states, ((64, 64), (80, 128), (128, 256)), (5, 16, 32, 64)
     ):
         problem = Problem(16, P, N, 1, tokens=5, window=window, **state)  # type: ignore[arg-type]
+        if arch == "sm_80" and problem.read_dtype == "f8e4m3":  # it has no such bytes
+            continue
         target = named(arch)
         served = {default_config(problem, target, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096)}
         assert all(c.is_valid(problem, target) for c in served)

@@ -81,5 +81,5 @@ def test_an_unknown_device_of_a_known_architecture_claims_nothing_measured(monke
 
 
 def test_an_unserved_architecture_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"capability 8\.0; kernels exist for sm_90a.*Move the tensors to the CPU"):
-        fake_device(monkeypatch, name="NVIDIA A100", major=8, minor=0, multi_processor_count=108)
+    with pytest.raises(RuntimeError, match=r"capability 8\.6; kernels exist for sm_90a.*Move the tensors to the CPU"):
+        fake_device(monkeypatch, name="NVIDIA A10", major=8, minor=6, multi_processor_count=72)
