@@ -30,7 +30,7 @@ class Over(Exception):
 
 def shipped() -> list[Item]:
     """The kernels of all shipped tables, each once for an architecture."""
-    found: dict[tuple[Problem, TileConfig, str], Item] = {}
+    found: dict[Key, Item] = {}
     paths = [*files.shipped(), *sorted(files.estimated_folder().glob("*/*.json"))]
     for path in paths:
         table = files.read(path)

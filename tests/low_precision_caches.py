@@ -45,11 +45,6 @@ def is_encoding(cache: ReplayCache, layer: int, slot: int, values: torch.Tensor)
     return all(torch.equal(bits(t.checkpoint()[name][slot]), bits(each)) for name, each in expected.items())
 
 
-# ---------------------------------------------------------------------------------------------------
-# A slot's life
-# ---------------------------------------------------------------------------------------------------
-
-
 def check_materialize(cache: ReplayCache, before: ReplayCache, rows: list[tuple[int, int, int]]) -> None:
     """A materialized cache beside what it was: values of the scalar model, encoded; everything else as it was."""
     old, now, live, spec = snapshot(before), snapshot(cache), expected_moves(rows), cache.spec

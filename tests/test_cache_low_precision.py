@@ -44,6 +44,11 @@ cpu_as_gpu = fakes.cpu_as_gpu
 warm = test_warmup.warm
 
 
+# ---------------------------------------------------------------------------------------------------
+# A slot's life
+# ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("pooled", [False, True], ids=["own", "pool"])
 @pytest.mark.parametrize("spec", SPECS, ids=kinds)
 def test_a_whole_life(spec: CacheSpec, pooled: bool) -> None:
@@ -478,7 +483,7 @@ def test_padded_graph_steps_are_the_eager_ones(kind: dict[str, str], stochastic:
 
 
 # ---------------------------------------------------------------------------------------------------
-# On a GPU
+# Encoding
 # ---------------------------------------------------------------------------------------------------
 
 
