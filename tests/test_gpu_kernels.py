@@ -146,7 +146,7 @@ def combinations(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
 # Files whose kernels a fixture of their own compiles in parallel, or whose tests compile in parallel themselves.
 WITH_FIXTURES = {
     "test_step_gpu", "test_extremes", "test_property", "test_low_precision_gpu", "test_fused_early_gpu",
-    "test_tuning_bench", "test_tuning_layer_bench", "test_tuning_measure", "test_tuning_precision",
+    "test_lane_copies", "test_tuning_bench", "test_tuning_layer_bench", "test_tuning_measure", "test_tuning_precision",
 }  # fmt: skip
 # Tests of kernels that are no recipes, or of none.
 WITHOUT = {

@@ -1,4 +1,4 @@
-"""The step kernel without TMA, for sm_80 and sm_89: simulated, and compiled."""
+"""The step kernel without TMA, for sm_80 and sm_89: simulated, compiled, and its copies run on what GPU there is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from replayssm_cute import compare, resources, target
 from replayssm_cute.config import TileConfig
 from replayssm_cute.default_rule import default_config
 from replayssm_cute.fused import overlap
+from replayssm_cute.kernels import spec, step
+from replayssm_cute.kernels.lane_copies import LaneCopies
+from replayssm_cute.plan import kernel_args
 from replayssm_cute.problem import Problem
 
 SUPER = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -53,6 +56,21 @@ def test_it_leaves_what_tma_leaves() -> None:
     for name in first.written():
         ours, theirs = (getattr(call, name).contiguous().view(torch.uint8) for call in (first, second))
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIMULATED)
+def test_on_a_gpu_that_has_tma(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lanes' copies in a kernel for the GPU that is there: only the target of the code differs."""
+    where = target.of_device(torch.cuda.current_device())
+    monkeypatch.setattr(spec, "WITHOUT_TMA", (where.arch,))
+    problem, config = SIMULATED[name]
+    call = (ragged_call(problem) if problem.ragged else example_call(problem)[0]).to("cuda")
+    before = call.clone()
+    assert isinstance(step.step_kernel(problem, config, where.arch).copies, LaneCopies)
+    step.compile_step(problem, config, where.arch)(*kernel_args(call))
+    torch.cuda.synchronize()
+    assert compare.bounds(problem).violation(compare.errors(before, call)) is None
 
 
 SLIPS = {

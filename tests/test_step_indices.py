@@ -133,7 +133,7 @@ def check_shared(run: Run, cta: Cta, rows: Rows) -> None:
     assert (products[..., : spec.tokens_pad] == worked[:, None]).all() and not products[..., spec.tokens_pad :].any()
     if config.keep_b:
         kept = region("b", spec.ring_positions, at.b_stride // 4)
-        wanted = not spec.whole or row in rows.flushes  # of the whole ring only for a flush
+        wanted = spec.skips or row in rows.flushes  # of short windows only for a flush
         assert (kept[:, : p.d_state // 2] == wanted * ~idle[:, None]).all(), "B of the ring"
         assert not kept[:, p.d_state // 2 :].any()
     if config.turns > 1:
