@@ -13,36 +13,55 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 
+# The arguments of a call that `Tensors` holds, in the order in which a call gives them; the last three only where there
+# is one of them.
+CALL = (
+    "x_cache", "b_cache", "dt_cache", "ring_start", "pnat", "x", "dt", "a", "b", "c", "out", "d", "z", "dt_bias",
+    "slots", "cu_seqlens", "pad_slot_id", "state", "scale", "seed", "copy",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """A call's arguments, in the order in which a kernel takes them. What a problem does not have is None."""
+    """A call's arguments, in the order in which a kernel needs them. What a problem does not have is None.
 
-    x_cache: cute.Tensor
-    b_cache: cute.Tensor
-    dt_cache: cute.Tensor
-    ring_start: cute.Tensor
-    pnat: cute.Tensor
-    x: cute.Tensor
-    dt: cute.Tensor
-    a: cute.Tensor
-    b: cute.Tensor
-    c: cute.Tensor
-    out: cute.Tensor
-    d: cute.Tensor | None
-    z: cute.Tensor | None
-    dt_bias: cute.Tensor | None
+    Parameters come to a multiprocessor 64 bytes at a time, and a warp waits for each: what the first loads need lies
+    together at their start.
+    """
+
     slots: cute.Tensor | None
     cu_seqlens: cute.Tensor | None
     pad_slot_id: Int64
+    a: cute.Tensor
+    dt_bias: cute.Tensor | None
+    d: cute.Tensor | None
+    dt: cute.Tensor
+    ring_start: cute.Tensor
+    pnat: cute.Tensor
+    c: cute.Tensor
+    dt_cache: cute.Tensor
+    b_cache: cute.Tensor
+    x_cache: cute.Tensor
+    b: cute.Tensor
+    x: cute.Tensor
+    z: cute.Tensor | None
+    out: cute.Tensor
     state: cute.Tensor | None  # None in kernels that reach it by TMA alone
     scale: cute.Tensor | None = None
     seed: cute.Tensor | None = None
     copy: cute.Tensor | None = None
 
+    @classmethod
+    def of_call(cls, *given: Any, **more: Any) -> Any:
+        """From what `CALL` names, in its order, and what a subclass adds."""
+        return cls(**dict(zip(CALL, given, strict=False)), **more)
+
     @property
     def batch(self) -> Any:
         """Rows of the call."""
-        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.shape[0] - 1
+        return (self.x if self.slots is None else self.slots).shape[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,7 +93,7 @@ class Phases:
         stream,
     ):
         """Launch on a stream; the arguments are those of `signature.fake_arguments`."""
-        tensors = Tensors(
+        tensors = Tensors.of_call(
             x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
             pad_slot_id, state,
         )  # fmt: skip

@@ -77,15 +77,15 @@ class StepKernel(Phases):
         atoms = self.copies.atoms(tensors)
         if self.spec.tma and not self.spec.problem.rewrites:
             tensors = dataclasses.replace(tensors, state=None)  # TMA alone reaches it
-        kernel = self.kernel(*atoms, tensors)
+        kernel = self.kernel(tensors, *atoms)
         kernel.launch(**self.launch_options(tensors, self.spec.threads, stream))
 
     @cute.kernel
     def kernel(
         self,
+        tensors: Tensors,
         read: Any,
         checkpoint: Any,
-        tensors: Tensors,
     ):
         spec, p = self.spec, self.spec.problem
         number, split, head0, count = self.grid.place(cute.arch.block_idx()[0], tensors.batch)
@@ -300,7 +300,7 @@ class LowPrecisionStepKernel(StepKernel):
         seed: cute.Tensor | None,
         copy: cute.Tensor | None,
     ):
-        tensors = Tensors(
+        tensors = Tensors.of_call(
             x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
             pad_slot_id, state, scale, seed, copy,
         )  # fmt: skip

@@ -47,7 +47,7 @@ class ConvKernel:
         stream,
     ):
         shape = self.shape
-        self.kernel(inputs, conv_cache, ring_start, pnat, weight, bias, out, slots, pad_slot_id).launch(
+        self.kernel(slots, pad_slot_id, ring_start, pnat, inputs, conv_cache, weight, bias, out).launch(
             grid=[self.bundles(inputs.shape[0]) * (shape.tokens // shape.chunk * shape.ctas_per_row), 1, 1],
             block=[shape.threads, 1, 1],
             stream=stream,
@@ -58,15 +58,15 @@ class ConvKernel:
     @cute.kernel
     def kernel(
         self,
-        inputs: cute.Tensor,
-        conv_cache: cute.Tensor,
+        slots: cute.Tensor | None,  # first what the first loads need: parameters come 64 bytes at a time
+        pad_slot_id: Int64,
         ring_start: cute.Tensor,
         pnat: cute.Tensor,
+        inputs: cute.Tensor,
+        conv_cache: cute.Tensor,
         weight: cute.Tensor,
         bias: cute.Tensor | None,
         out: cute.Tensor,
-        slots: cute.Tensor | None,
-        pad_slot_id: Int64,
     ):
         shape = self.shape
         vector, rows = shape.vector, range(shape.rows)

@@ -178,18 +178,18 @@ class ConvStepKernel(StepKernel):
         conv_weight: cute.Tensor,
         conv_bias: cute.Tensor | None,
     ):
-        tensors = LayerTensors(
+        tensors = LayerTensors.of_call(
             x_cache, b_cache, dt_cache, ring_start, pnat, x, dt, a, b, c, out, d, z, dt_bias, slots, cu_seqlens,
-            pad_slot_id, state, None, None, None, conv_cache, conv_weight, conv_bias,
+            pad_slot_id, state, conv_cache=conv_cache, conv_weight=conv_weight, conv_bias=conv_bias,
         )  # fmt: skip
         self.start(tensors, stream)
 
     @cute.kernel
     def kernel(
         self,
+        tensors: LayerTensors,
         read: Any,
         checkpoint: Any,
-        tensors: LayerTensors,
     ):
         """A step's, but for what `early` asks for; see `StepKernel.kernel`."""
         spec, p = self.spec, self.spec.problem
