@@ -12,7 +12,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-
 # The arguments of a call that `Tensors` holds, in the order in which a call gives them; the last three only where there
 # is one of them.
 CALL = (
