@@ -92,12 +92,14 @@ class NewTokens:
         first: first token in dimension 1.
         length: tokens of the row.
         total: tokens of the tensor.
+        used: of ragged rows, tokens of all of them; they are the tensor's first.
     """
 
     outer: Any
     first: Any
     length: Any
     total: Any
+    used: Any = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ Where the config keeps it, it comes to shared memory by asynchronous copies, and
 B·C reads it into registers, and flushes read it from L2 again. Of short windows, and of the whole ring, B·C puts into
 shared memory what it has read: the copies' way is longer, which a few tiles do not make up for (measured on one H200:
 W 16 up to 4% slower by copies at small batches, W 32 4% and W 64 9% faster at batch 256; ragged rows of W 16 up to 4%
-faster where a CTA takes several heads).
+faster).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class RingB:
         self.spec = spec
         self.layout = spec.shared
         self.kept = spec.config.keep_b
-        several = spec.problem.ragged and spec.config.turns > 1
-        self.copied = self.kept and not spec.whole and (spec.skips or several)
+        self.copied = self.kept and not spec.whole and (spec.skips or spec.problem.ragged)
 
     def _at(self, position, column):
         return self.layout.b + position * self.layout.b_stride + 2 * column

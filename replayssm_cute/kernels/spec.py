@@ -91,8 +91,9 @@ class StepSpec:
         """Where a row's new tokens are."""
         if tensors.cu_seqlens is None:
             return NewTokens(row, 0, self.problem.tokens, self.problem.tokens)
-        first = Int32(tensors.cu_seqlens[row])
-        return NewTokens(0, first, Int32(tensors.cu_seqlens[row + 1]) - first, Int32(tensors.x.shape[1]))
+        # All three at once: a load at the kernel's end would be waited for there.
+        first, end, used = (Int32(tensors.cu_seqlens[at]) for at in (row, row + 1, tensors.batch))
+        return NewTokens(0, first, end - first, Int32(tensors.x.shape[1]), used)
 
     def new_token(self, new: NewTokens, s: Int32) -> tuple[Any, Int32]:
         """Indices of a row's token s in dimensions 0 and 1, clamped to its last: padding lanes repeat it.

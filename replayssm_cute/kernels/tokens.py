@@ -312,8 +312,7 @@ class Tokens:
     @cute.jit
     def zero_tail(self, tensors: Tensors, number, new: NewTokens, share: Share, thread: Thread):
         """Zeros for ragged tokens that belong to no row, shared out over the rows' CTAs; `number` is the row's."""
-        batch = tensors.batch
-        for token in cutlass.range(Int32(tensors.cu_seqlens[batch]) + number, new.total, batch, unroll=1):
+        for token in cutlass.range(new.used + number, new.total, tensors.batch, unroll=1):
             for i in cutlass.range(share.turns, unroll=1):
                 head = share.first + i * self.spec.config.parallel_heads
                 if thread.lane < 2 * self.spec.tiles:
