@@ -257,7 +257,7 @@ def test_ragged_rows(name: str) -> None:
 
 
 RAGGED_SLIPS = {
-    "every row as long as the longest": ("spec", "Int32(tensors.cu_seqlens[row + 1]) - first", "self.problem.tokens"),
+    "every row as long as the longest": ("spec", "end - first", "self.problem.tokens"),
     "a flush by the longest row": ("phases", "0), row.new.length, ", "0), self.spec.problem.tokens, "),
     "tokens beyond a row appended": (
         "tokens",
@@ -265,16 +265,8 @@ RAGGED_SLIPS = {
         "(token <= row.new.length):\n                at =",
     ),
     "rows of no tokens at work": ("phases", "works & (new.length > 0)", "works & (new.length >= 0)"),
-    "a tail from the first token on": (
-        "tokens",
-        "Int32(tensors.cu_seqlens[batch]) + number",
-        "Int32(tensors.cu_seqlens[0]) + number",
-    ),
-    "a tail that ends early": (
-        "tokens",
-        "Int32(tensors.cu_seqlens[batch]) + number",
-        "Int32(tensors.cu_seqlens[batch]) + 1 + number",
-    ),
+    "a tail from the first token on": ("tokens", "new.used + number", "number"),
+    "a tail that ends early": ("tokens", "new.used + number", "new.used + 1 + number"),
 }
 
 
