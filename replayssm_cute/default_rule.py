@@ -5,6 +5,8 @@ Not part of the kernels' fingerprint: it says which kernel runs, not what a kern
 
 from __future__ import annotations
 
+import itertools
+
 from .config import P_TILE, SHARED_RESERVED, SHORT_WINDOW, SKIPPED, TileConfig, first_tiles
 from .problem import Problem
 from .target import Target
@@ -55,12 +57,12 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         options = [c for c in options if c.is_valid(problem, target)]
         options = options or [TileConfig(n, 2, tail_rows=tail) for n in (4, 2)]  # heads of 80 have five tiles
     elif narrow and work >= MANY:
-        # A long window's inputs take as much shared memory as 2-byte states. Four CTAs of four heads keep B at W 32:
-        # 55.6 us at batch 64 and 187 at 256, 59.0 and 196 with B from L2. W 64 lets more CTAs in without it: 251 us
-        # at 256, 283 with it.
-        kept = TileConfig(4, tail_rows=tail, ctas_per_sm=4)
+        # A long window's inputs take as much shared memory as 2-byte states. W 32 keeps B: two heads 53.8 us at batch
+        # 64, four 178 at 256 (59 and 195 with B from L2), each without a tail (54.7 and 183 with one); W 48 too, 223 to
+        # 230 at 256. W 64 lets more CTAs in without it: 247 us at 256, 291 with it.
+        kept = TileConfig(4 if work >= MOST else 2)
         spared = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
-        options = [kept] if kept.is_valid(problem, target) else spared
+        options = [kept] if problem.window <= 3 * SKIPPED and kept.is_valid(problem, target) else spared
     elif problem.kinds == "bf16" and work >= SOME and not (long or problem.rewrites or problem.tokens > 8):
         options = [TileConfig(4, 2)]
     elif not narrow and work >= SOME:
@@ -72,17 +74,16 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     if options:  # fewer heads a CTA where a long window's x takes the room of CTAs
         state = problem.head_dim * problem.d_state * problem.read_bytes
         return max(options, key=lambda c: min(IN_FLIGHT, state * c.stages * resident(problem, c, target)))
-    # Measured at batch 16, bf16: of W 32 20.3 us with B kept and 21.9 without, of W 64 about 27 and 26.3.
-    keep_b = not narrow or problem.window <= 2 * SKIPPED
-    wide = TileConfig(tiles_per_warp=2, keep_b=keep_b)
+    # B is kept: measured at batch 16, bf16: 21.9 us at W 48 and 23.9 at W 64, 22.7 and 24.3 with B from L2.
+    wide = TileConfig(tiles_per_warp=2)
     enough = work >= (WIDE if narrow else SOME)
     if enough and wide.is_valid(problem, target) and first_tiles(problem, wide) <= wide.warps(problem):
         return wide
-    for split in range(1, problem.head_dim // P_TILE + 1):
+    for keep_b, split in itertools.product((True, False), range(1, problem.head_dim // P_TILE + 1)):
         config = TileConfig(head_split=split, keep_b=keep_b)
         if config.is_valid(problem, target):
             return config
-    whole = TileConfig(keep_b=keep_b)
+    whole = TileConfig()
     raise ValueError(
         f"config: no tile config of {problem.label()} fits {target.name}: {whole.invalid_reason(problem, target)}"
     )

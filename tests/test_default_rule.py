@@ -33,7 +33,8 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"state_dtype": "bf16"}, 4, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "bf16"}, 64, TileConfig(2, tail_rows=8, tiles_per_warp=2, ctas_per_sm=7)),
         ({"state_dtype": "bf16", "window": 32}, 16, TileConfig(tiles_per_warp=2)),
-        ({"state_dtype": "bf16", "window": 32}, 256, TileConfig(4, tail_rows=8, ctas_per_sm=4)),
+        ({"state_dtype": "bf16", "window": 32}, 64, TileConfig(2)),
+        ({"state_dtype": "bf16", "window": 48}, 256, TileConfig(4)),
         ({"state_dtype": "bf16"}, 16, TileConfig(4, 2)),
         ({"state_dtype": "f16"}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "f16"}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2)),
@@ -53,7 +54,7 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"state_dtype": "i8", "philox_rounds": 10}, 256, TileConfig(4, 2, tail_rows=8)),
         ({"state_dtype": "f8e4m3", "head_dim": 128}, 256, TileConfig(4, 2, tail_rows=8)),
         ({"state_dtype": "f8e4m3", "window": 64}, 64, TileConfig(2, tail_rows=8)),
-        ({"state_dtype": "bf16", "window": 64}, 16, TileConfig(tiles_per_warp=2, keep_b=False)),
+        ({"state_dtype": "bf16", "window": 64}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "bf16", "window": 64}, 256, TileConfig(2, tail_rows=8, ctas_per_sm=4, keep_b=False)),
         ({"state_dtype": "bf16", "tokens": 17, "window": 24}, 16, TileConfig()),  # three tiles of B·C for two warps
     ],

@@ -476,7 +476,9 @@ def test_incomparable_problems_do_not_answer(change: dict[str, Any]) -> None:
         ((4, 16), (4, 24), True),
         ((4, 16), (4, 25), False),  # a long window
         ((4, 24), (4, 16), True),
-        ((4, 32), (4, 64), True),
+        ((4, 32), (4, 48), True),
+        ((4, 32), (4, 49), False),  # more than one and a half times as long
+        ((4, 64), (4, 32), False),
         ((4, 32), (4, 24), False),
     ],
 )
