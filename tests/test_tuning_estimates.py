@@ -61,7 +61,9 @@ def test_a_table_for_every_gpu_plan_and_state() -> None:
     found = {(j.gpu, j.plan.name, j.state) for j in estimates.jobs()}
     nemotrons = set(estimates.PLANS)
     assert nemotrons >= {"nemotron3-super", "nemotron3-ultra", "nemotron3-nano-30b", "nemotron-nano-v2"}
-    assert {(g, p, s) for g in ("b200", "gb200", "b300", "gb300") for p in nemotrons for s in ("f32", "bf16")} <= found
+    assert {
+        (g, p, s) for g in ("b200", "gb200", "b300", "gb300", "h200") for p in nemotrons for s in ("f32", "bf16")
+    } <= found
     assert ("b200", "nemotron3-super", "f16") in found and ("b200", "nemotron-h-4b", "f16") not in found
     for job in estimates.jobs(["nemotron3-super"], ["b300"]):
         assert {w.problem.heads for w in job.plan.workloads} == {128, 64, 32, 16}

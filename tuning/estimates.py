@@ -37,7 +37,7 @@ from .plan import TuningPlan, Workload
 from .progress import Budget, Steps
 from .results import Results
 
-GPUS = ("b200", "gb200", "b300", "gb300")
+GPUS = ("b200", "gb200", "b300", "gb300", "h200")
 # The Nemotrons; ragged rows and seven drafts find the nearest cells of these.
 PLANS = (
     "nemotron3-super",
