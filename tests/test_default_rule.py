@@ -35,6 +35,14 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"state_dtype": "bf16", "window": 32}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "bf16", "window": 32}, 64, TileConfig(2)),
         ({"state_dtype": "bf16", "window": 48}, 256, TileConfig(4)),
+        ({"state_dtype": "bf16", "window": 24}, 16, TileConfig(tiles_per_warp=2, keep_b=False)),
+        ({"state_dtype": "bf16", "window": 24}, 256, TileConfig(2, tiles_per_warp=2)),
+        # one CTA of four heads would be left
+        (
+            {"state_dtype": "bf16", "tokens": 32, "window": 32},
+            256,
+            TileConfig(2, tail_rows=8, keep_b=False),
+        ),
         ({"state_dtype": "bf16"}, 16, TileConfig(4, 2)),
         ({"state_dtype": "f16"}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "f16"}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2)),

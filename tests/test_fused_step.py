@@ -196,6 +196,7 @@ def test_it_compiles_without_spills(arch: str) -> None:
         assert found.threads == plain.threads and found.shared_bytes == plain.shared_bytes
         if shape.config.turns > 1:
             assert fit(found, where) >= fit(plain, where) - 2, shape  # raw inputs take registers, for a CTA or two
+            assert fit(found, where) >= fit(plain, where) - 1, shape  # the plain step has registers for four f32 CTAs
 
 
 def fit(found: resources.Resources, where: target.Target) -> int:

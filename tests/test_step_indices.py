@@ -206,14 +206,27 @@ SLIPS = {
     "outputs of a neighbour": ("tokens", "side + g - odd", "side + g", "promised to be a multiple of 2"),
     "a row beyond the ring": ("spec", "index >= rows", "index > rows", "shape"),
     "B appended by every split": ("phases", "& (share.rows.split == 0)", "& (share.rows.split >= 0)", "B_cache"),
+    "no wait for B of the ring": (
+        "phases",
+        "            cute.arch.cp_async_wait_group(1)  # x may still be on its way\n",
+        "            pass\n",
+        "a copy to it is on its way",
+    ),
+    "B of the ring in x's group": (
+        "products",
+        "            cute.arch.cp_async_commit_group()\n",
+        "",
+        "a copy to it is on its way",
+    ),
 }  # fmt: skip
 ONE_STAGE = {"a stage filled while it is stored"}
+LONG = {"no wait for B of the ring", "B of the ring in x's group"}  # by copies in long windows alone
 
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_slips_are_seen(slip: str) -> None:
     module, text, wrong, said = SLIPS[slip]
-    problem = dataclasses.replace(BASE, heads=4)
+    problem = dataclasses.replace(BASE, heads=4, window=32 if slip in LONG else BASE.window)
     config = TileConfig(heads_per_cta=2, stages=1 if slip in ONE_STAGE else 2, head_split=2)
     call, padding = example_call(problem)
     before = call.clone()

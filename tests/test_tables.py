@@ -473,7 +473,8 @@ def test_incomparable_problems_do_not_answer(change: dict[str, Any]) -> None:
         ((4, 16), (4, 8), True),
         ((4, 16), (4, 7), False),  # more than twice as long
         ((4, 8), (4, 17), False),
-        ((4, 16), (4, 24), True),
+        ((4, 16), (4, 20), True),
+        ((4, 16), (4, 24), False),  # more than a quarter longer
         ((4, 16), (4, 25), False),  # a long window
         ((4, 24), (4, 16), True),
         ((4, 32), (4, 48), True),

@@ -241,9 +241,9 @@ def test_long_windows_are_work() -> None:
     timings, _ = fit.read([WINDOWS], H200)
     long = [t for t in timings if t.problem.window > 16]
     assert len(long) >= 20
-    for t in long:
-        # the worst: two heads of two tiles with B from L2 at W 64, 272 us, for which the model says 208
-        assert cost.time_us(t.load, cost.fitted()) == pytest.approx(t.time_us, rel=0.25), t
+    for t in long:  # but two heads of two tiles with B from L2 at W 64, 272 us, for which the model says 208
+        off = t.config == TileConfig(2, tiles_per_warp=2, keep_b=False) and t.problem.window == 64
+        assert cost.time_us(t.load, cost.fitted()) == pytest.approx(t.time_us, rel=0.25 if off else 0.2), t
 
 
 def test_what_a_few_waves_cost() -> None:
@@ -301,7 +301,9 @@ def test_the_constants_are_those_of_the_data_file_and_fit_the_timings_beside_it(
     timings, _ = fit.read([SWEEP], H200)
     rows = [r for r in fit.judge(timings, cost.fitted()) if r["timings"] >= 10]
     assert len(rows) == 54
-    assert max(r["rms_error"] for r in rows) < 0.2  # bf16 with W 32; of the others less than 0.12
+    long = [r for r in rows if "W32" in r["cell"]]
+    assert len(long) == 4 and max(r["rms_error"] for r in long) < 0.2
+    assert max(r["rms_error"] for r in rows if r not in long) < 0.12
     assert fit.summary(rows)["median_regret"] <= 0.10
     assert fit.summary(rows)["worst_regret"] <= 0.25
     timings, _ = fit.read([WINDOWS], H200)  # of kernels that the journal did not see compiled

@@ -31,12 +31,12 @@ REACH = 4
 # while one that wins below may need one more wave of CTAs. Where the next bucket is further off, the nearest answers.
 UP = 2
 # Another T or W is near enough if the work is cut alike: as many tiles of TOKEN_TILE tokens, and windows that are both
-# short (`config.SHORT_WINDOW`) or both long, one at most WINDOWS, of long ones LONG_WINDOWS times as long as the other.
-# What wins for one token and 16 ring rows says nothing about 32 tokens and 64. Measured, bf16, batch 256: W 32's winner
-# takes 223 us at W 48, where the default rule's took 230, and 291 at W 64, where that took 247.
+# short (`config.SHORT_WINDOW`) or both long. What wins for one token and 16 ring rows says nothing about 32 tokens and
+# 64. A cell answers for windows down to half of its own, and up to LONGER times as long, of long ones LONG times.
+# Measured, bf16: W 16's winners take 1.08 times the best at W 24, batch 16; W 32's takes 223 us at W 48, batch 256, and
+# the default rule's 230, but 291 at W 64, where that takes 247.
 TOKEN_TILE = 8  # the N of mma.m16n8: T is padded to it
-WINDOWS = 2
-LONG_WINDOWS = 1.5
+SHORTER, LONGER, LONG = 2, 1.25, 1.5
 _KEPT = 4096  # answers for a problem, and problems with answers, that are remembered; a server sees some hundred
 # Batches that `candidates` asks the default rule about: all small ones, then a grid.
 _BATCHES = (*range(1, 257), *(int(256 * 1.1**k) for k in range(1, 60)))
@@ -241,14 +241,14 @@ def _comparable(a: Problem, b: Problem) -> bool:
     return all(getattr(a, f) == getattr(b, f) for f in _SAME)
 
 
-def _cut_alike(a: Problem, b: Problem) -> bool:
-    """Whether T and W are near enough for a cell of one to answer for the other."""
-    shorter, longer = sorted((a.window, b.window))
-    short = longer <= SHORT_WINDOW
+def _cut_alike(known: Problem, asked: Problem) -> bool:
+    """Whether T and W are near enough for a cell of one problem to answer for another."""
+    short = known.window <= SHORT_WINDOW
     return (
-        -(-a.tokens // TOKEN_TILE) == -(-b.tokens // TOKEN_TILE)
-        and short == (shorter <= SHORT_WINDOW)
-        and longer <= (WINDOWS if short else LONG_WINDOWS) * shorter
+        -(-known.tokens // TOKEN_TILE) == -(-asked.tokens // TOKEN_TILE)
+        and short == (asked.window <= SHORT_WINDOW)
+        and known.window <= (SHORTER if short else LONG) * asked.window
+        and asked.window <= (LONGER if short else LONG) * known.window
     )
 
 
