@@ -19,6 +19,7 @@ from replayssm_cute import compiler, fingerprint, tables
 from replayssm_cute import target as targets
 from replayssm_cute.config import TileConfig
 from replayssm_cute.default_rule import default_config
+from replayssm_cute.problem import Problem
 from replayssm_cute.resources import Resources, inspect
 from replayssm_cute.tables import Table, Tables
 
@@ -331,3 +332,19 @@ def test_what_is_said_of_tables_that_may_not_be_shipped(fake: Compiler, tmp_path
     assert said() == [f"{pages / page_name(B200)}: it is not what the tables make"]
     estimates.draw(folder, pages, ["b200"])
     assert said() == []
+
+
+def test_kernels_at_their_cap_are_left_out_where_a_problem_has_others() -> None:
+    """What stands in for a kernel may be held down without a spill where the kernel itself spills: it was seen."""
+    target = targets.named("b200")
+    problem = Problem(112, 64, 128, 8, 1, 16)
+    capped, roomy = TileConfig(2, parallel_heads=2, ctas_per_sm=3), TileConfig(2, ctas_per_sm=4)
+    free = TileConfig(2)
+    known = {"registers": 80, "threads": 256, "shared_bytes": 1, "stack_bytes": 0}
+    assert estimates.at_its_cap(capped, known, target)
+    assert not estimates.at_its_cap(capped, known | {"registers": 72}, target)
+    assert not estimates.at_its_cap(free, known | {"registers": 255}, target)
+    found = {(problem, capped): known, (problem, roomy): known | {"threads": 128}, (problem, free): known}
+    assert set(estimates.without_capped(found, target)) == {(problem, roomy), (problem, free)}
+    alone = {(problem, capped): known, (problem, free): {"failed": "no"}}
+    assert estimates.without_capped(alone, target) == alone

@@ -51,6 +51,7 @@ PLANS = (
 STATES = ("f32", "bf16")  # of every plan, whatever it lists; others where it does
 PAGES = Path("reports") / "estimated"
 NEAR = 0.01  # how near the fastest a config must be guessed to serve a cell: far below the model's own error
+_REGISTER_UNIT = 8  # registers of a thread that are allocated together
 _TAIL = 8  # of stand-ins
 
 Kernel = tuple[Problem, TileConfig]
@@ -122,12 +123,28 @@ def near_fastest(workload: Workload, gpu: str, batches: Sequence[int], near: flo
 def stand_in(problem: Problem, config: TileConfig) -> Kernel:
     """A kernel that is the same but for the numbers of groups and of tail rows: compiled once for all of these.
 
-    Of 12 pairs on sm_90a no two differed by more than two registers or in spills.
+    Of 12 pairs on sm_90a no two differed by more than two registers or in spills. Where a cap holds the registers down
+    the one may spill and the other not: see `at_its_cap`.
     """
     return (
         dataclasses.replace(problem, heads=problem.heads_per_group, groups=1),
         dataclasses.replace(config, tail_rows=_TAIL if config.tail_rows else 0),
     )
+
+
+def at_its_cap(config: TileConfig, resources: Mapping[str, Any], target: Target) -> bool:
+    """Whether a kernel has all the registers that its `ctas_per_sm` leaves it."""
+    if config.ctas_per_sm == 1 or "failed" in resources:
+        return False
+    left = target.registers_per_sm // (resources["threads"] * config.ctas_per_sm)
+    return bool(resources["registers"] >= left // _REGISTER_UNIT * _REGISTER_UNIT)
+
+
+def without_capped(found: Mapping[Kernel, Mapping[str, Any]], target: Target) -> dict[Kernel, Mapping[str, Any]]:
+    """Without kernels at their cap, where a problem has others: what stands in for them may hide spills."""
+    free = {k: r for k, r in found.items() if not at_its_cap(k[1], r, target)}
+    served = {problem for (problem, _), r in free.items() if "failed" not in r}
+    return {k: r for k, r in found.items() if k in free or k[0] not in served}
 
 
 def covering(cells: Sequence[Mapping[TileConfig, float]], have: Iterable[TileConfig]) -> list[TileConfig]:
@@ -194,7 +211,7 @@ def make(
             for c in lists[job.gpu, w]
         }
         path = job.path(folder)
-        tables.write(path, table(job, found, near))
+        tables.write(path, table(job, without_capped(found, job.target), near))
         written.append(path)
     _drop_stale(folder, [targets.named(gpu) for gpu in dict.fromkeys(j.gpu for j in todo)], console)
     draw(folder, pages, dict.fromkeys(j.gpu for j in todo))
