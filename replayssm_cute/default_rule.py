@@ -64,9 +64,8 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         # 230 at 256. W 64 lets more CTAs in without it: 247 us at 256, 291 with it.
         kept = TileConfig(4 if work >= MOST else 2)
         spared = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
-        fits = (
-            kept.is_valid(problem, target) and resident(problem, kept, target) >= 3
-        )  # what those windows were timed with
+        # These windows were timed with at least three CTAs a multiprocessor.
+        fits = kept.is_valid(problem, target) and resident(problem, kept, target) >= 3
         options = [kept] if problem.window <= 3 * SKIPPED and fits else spared
     elif (
         problem.kinds == "bf16" and not problem.rewrites and work >= SOME

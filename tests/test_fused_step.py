@@ -195,7 +195,6 @@ def test_it_compiles_without_spills(arch: str) -> None:
         plain = compiler.entry(shape.problem, shape.config, where).resources
         assert found.threads == plain.threads and found.shared_bytes == plain.shared_bytes
         if shape.config.turns > 1:
-            assert fit(found, where) >= fit(plain, where) - 2, shape  # raw inputs take registers, for a CTA or two
             assert fit(found, where) >= fit(plain, where) - 1, shape  # the plain step has registers for four f32 CTAs
 
 

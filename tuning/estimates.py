@@ -33,6 +33,7 @@ from .candidates import guessed, resources_of
 from .errors import SweepError
 from .estimates_page import page, page_name
 from .manifest import manifest
+from .on_paper import Kernel
 from .plan import TuningPlan, Workload
 from .progress import Budget, Steps
 from .results import Results
@@ -51,10 +52,8 @@ PLANS = (
 STATES = ("f32", "bf16")  # of every plan, whatever it lists; others where it does
 PAGES = Path("reports") / "estimated"
 NEAR = 0.01  # how near the fastest a config must be guessed to serve a cell: far below the model's own error
-_REGISTER_UNIT = 8  # registers of a thread that are allocated together
+_REGISTER_STEP = 8  # registers of a thread that are allocated together
 _TAIL = 8  # of stand-ins
-
-Kernel = tuple[Problem, TileConfig]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,14 +136,12 @@ def at_its_cap(config: TileConfig, resources: Mapping[str, Any], target: Target)
     if config.ctas_per_sm == 1 or "failed" in resources:
         return False
     left = target.registers_per_sm // (resources["threads"] * config.ctas_per_sm)
-    return bool(resources["registers"] >= left // _REGISTER_UNIT * _REGISTER_UNIT)
+    return bool(resources["registers"] >= left // _REGISTER_STEP * _REGISTER_STEP)
 
 
 def without_capped(found: Mapping[Kernel, Mapping[str, Any]], target: Target) -> dict[Kernel, Mapping[str, Any]]:
     """Without kernels at their cap, where a problem has others: what stands in for them may hide spills."""
-    free = {k: r for k, r in found.items() if not at_its_cap(k[1], r, target)}
-    served = {problem for (problem, _), r in free.items() if "failed" not in r}
-    return {k: r for k, r in found.items() if k in free or k[0] not in served}
+    return on_paper.sparing(found, {k for k, r in found.items() if at_its_cap(k[1], r, target)})
 
 
 def covering(cells: Sequence[Mapping[TileConfig, float]], have: Iterable[TileConfig]) -> list[TileConfig]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from replayssm_cute.config import TileConfig
@@ -26,7 +26,8 @@ NOTE = (
     "no GPU was timed: times come from the cost model, whose constants were fitted on one H200; "
     "they order candidates and promise nothing"
 )
-Compiled = Mapping[tuple[Problem, TileConfig], Mapping[str, Any]]
+Kernel = tuple[Problem, TileConfig]
+Compiled = Mapping[Kernel, Mapping[str, Any]]
 
 
 def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
@@ -52,6 +53,12 @@ def estimate(ctx: Context, targets: list[Target]) -> list[Results]:
     return [_results(ctx, t, {(p, c): r for (p, c, of), r in compiled.items() if of == t}) for t in targets]
 
 
+def sparing(compiled: Compiled, unwanted: Set[Kernel]) -> dict[Kernel, Mapping[str, Any]]:
+    """What was compiled without what is unwanted, where a problem has others that did not fail."""
+    served = {k[0] for k, found in compiled.items() if k not in unwanted and "failed" not in found}
+    return {k: found for k, found in compiled.items() if k not in unwanted or k[0] not in served}
+
+
 def cells(plan: TuningPlan, target: Target, compiled: Compiled, space: Mapping[Problem, int]) -> tuple[CellResult, ...]:
     """Every cell of a plan, with each of its problem's compiled configs as a candidate.
 
@@ -62,12 +69,8 @@ def cells(plan: TuningPlan, target: Target, compiled: Compiled, space: Mapping[P
         space: configs that each problem has on the target.
     """
     configs: dict[Problem, list[TileConfig]] = {}
-    for problem, config in compiled:
+    for problem, config in sparing(compiled, {k for k, r in compiled.items() if r.get("stack_bytes")}):
         configs.setdefault(problem, []).append(config)
-    for problem, known in configs.items():
-        spared = [c for c in known if not compiled[problem, c].get("stack_bytes")]
-        if any("failed" not in compiled[problem, c] for c in spared):
-            configs[problem] = spared
     return tuple(
         CellResult(
             label=w.label,
