@@ -67,6 +67,8 @@ class Sm100Config(TileConfig):
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
+        if self.opt_level != 3:
+            raise ValueError(f"config: opt_level is {self.opt_level!r}, expected 3: this kernel has no other")
         if not isinstance(self.launch_control, bool):
             raise ValueError(f"config: launch_control is {self.launch_control!r}, expected a bool")
 

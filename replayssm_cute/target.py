@@ -35,7 +35,6 @@ class Target:
 
 
 KIB = 1024
-WITHOUT_TMA = ("sm_80", "sm_89")  # neither programmatic dependent launch
 # Streaming limits: the H200's is the median of four measured runs (4,557-4,667 GB/s); the others are
 # the vendor's datasheet bandwidths times 0.95, the H200's own measured share of its datasheet's 4.8 TB/s (8 TB/s for
 # all four of B200, GB200, B300, GB300). None of those four has been seen by this project. Their names are those that

@@ -23,7 +23,7 @@ SLIPS = {
         "on its way|outside",
     ),
     "K twice the same": ("operands", "+ step * K_BYTES % 128", "", "error"),
-    "C without its swizzle": ("operands", "(chunk % 8) ^ (token % 8)", "chunk % 8", "error"),
+    "C without its swizzle": ("operands", "remainder(chunk, 8) ^ remainder(token, 8)", "remainder(chunk, 8)", "error"),
     "C of f16 for bf16": ("operands", '"bf16": 1, "f16": 0', '"bf16": 0, "f16": 1', "error"),
     "N of 8": ("operands", "columns // 8 << 17", "1 << 17", "\\(128, 8\\)"),
     "lanes of another warp": ("step", "(warp * spec.warp_rows << 16)", "((3 - warp) * spec.warp_rows << 16)", "lane"),
@@ -53,7 +53,8 @@ SLIPS = {
     ),
     "a flush before the MMAs are done": (
         "step",
-        "                cute.arch.mbarrier_wait(barriers.done, before % 2)  # results replace what the MMAs read\n",
+        "                cute.arch.mbarrier_wait(barriers.done, remainder(before, 2))  # results replace what the MMAs "
+        "read\n",
         "",
         "an MMA may read it",
     ),
@@ -136,8 +137,8 @@ SLIPS = {
     ),
     "heads exchanged": (
         "step",
-        "        first = place.head0 // config.parallel_heads\n        flush",
-        "        first = place.head0 // config.parallel_heads ^ 1\n        flush",
+        "        first = quotient(place.head0, config.parallel_heads)\n        flush",
+        "        first = quotient(place.head0, config.parallel_heads) ^ 1\n        flush",
         "beyond its tensor|state",
     ),
     "a state row's wrong place": (
@@ -242,7 +243,7 @@ LAUNCH_SLIPS = {
     ),
     "phases of the first place for all": (
         "step",
-        "Int32(before // count % 2)",
+        "Int32(remainder(quotient(before, count), 2))",
         "Int32(0)",
         "hangs|under way|while|awaited",
     ),

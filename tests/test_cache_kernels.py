@@ -25,6 +25,7 @@ from replayssm_cute.cache import CacheSpec, ReplayCache, proof, recipes
 from replayssm_cute.cache.launches import Launches, _vector
 from replayssm_cute.cache.recipes import CacheRecipe
 from replayssm_cute.cache.shapes import BytesShape, FoldShape
+from replayssm_cute.config import WITHOUT_TMA
 
 WIDE = torch.iinfo(torch.int32).max + 5  # an int64 that no int32 holds
 
@@ -373,7 +374,7 @@ def recipe_id(recipe: CacheRecipe) -> str:
     return recipe.kind if s is None else f"{recipe.kind} {s.pieces}"
 
 
-@pytest.mark.parametrize("arch", [a for a in target.ARCHES if a not in target.WITHOUT_TMA])
+@pytest.mark.parametrize("arch", [a for a in target.ARCHES if a not in WITHOUT_TMA])
 @pytest.mark.parametrize("recipe", COMPILED, ids=recipe_id)
 def test_compiles_without_spills(recipe: CacheRecipe, arch: str) -> None:
     where = target.named(arch)

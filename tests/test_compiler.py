@@ -103,6 +103,7 @@ def test_key_changes_with_config_arch_toolchain_sources_and_environment(monkeypa
         "parallel_heads": 2,
         "tiles_per_warp": 2,
         "keep_b": False,
+        "opt_level": 2,
     }
     assert set(other) == {f.name for f in dataclasses.fields(TileConfig)}, "a new field needs a value here"
     for name, value in other.items():

@@ -74,6 +74,12 @@ def test_the_ring_is_read_in_a_known_way(value: object) -> None:
         TileConfig.from_json({"ring": value})
 
 
+@pytest.mark.parametrize("value", [1, 4, True, "2", None])
+def test_ptxas_has_two_levels(value: object) -> None:
+    with pytest.raises(ValueError, match=f"config: opt_level is {value!r}, expected one of"):
+        TileConfig.from_json({"opt_level": value})
+
+
 def test_heads_at_a_time_and_tiles_a_warp_make_the_warps() -> None:
     assert TileConfig(4, parallel_heads=2).turns == 2
     assert TileConfig(4).turns == 4
@@ -89,6 +95,7 @@ def test_labels_are_short_and_say_what_is_unusual() -> None:
     assert TileConfig(4, 2, parallel_heads=2).label() == "h4/2 s2 p1 live c1"
     assert TileConfig(tiles_per_warp=2, ring="whole").label() == "h1 s1 p1 r32 whole c1"
     assert TileConfig(2, 1, 2, "live", 2, 0, 2, 5).label() == "h2/2 s1 p2 r80 live c2"
+    assert TileConfig(2, tail_rows=8, keep_b=False, opt_level=2).label() == "h2 s1 p1 live c1 t8 O2 l2"
 
 
 def test_labels_tell_configs_apart() -> None:

@@ -14,7 +14,7 @@ from simulator.launch import Run
 from simulator.source import Source
 
 from replayssm_cute import compare, resources, target
-from replayssm_cute.config import TileConfig
+from replayssm_cute.config import WITHOUT_TMA, TileConfig
 from replayssm_cute.default_rule import default_config
 from replayssm_cute.fused import overlap
 from replayssm_cute.kernels import spec, step
@@ -74,7 +74,7 @@ def test_on_a_gpu_that_has_tma(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 SLIPS = {
-    "no swizzle": ("row % 8 if wide == 8 else", "0 if wide == 8 else"),
+    "no swizzle": ("remainder(row, 8) if wide == 8 else", "0 if wide == 8 else"),
     "a stage of a neighbour": ("thread.warp * layout.warp_bytes", "(thread.warp ^ 1) * layout.warp_bytes"),
     "nothing is waited for": ("cute.arch.cp_async_wait_group(0)", "pass"),
     "stored before others have written": ("        cute.arch.sync_warp()\n        for row", "        for row"),
@@ -94,7 +94,7 @@ def test_slips_are_seen(slip: str) -> None:
     assert compare.bounds(problem).violation(compare.errors(before, call)) is not None
 
 
-@pytest.mark.parametrize("arch", target.WITHOUT_TMA)
+@pytest.mark.parametrize("arch", WITHOUT_TMA)
 @pytest.mark.parametrize(
     "change",
     [{}, {"state_dtype": "bf16", "ragged": True}, {"copy_dtype": "bf16"}, {"state_dtype": "i8", "philox_rounds": 10}],
@@ -114,7 +114,7 @@ def test_it_compiles_without_spills_and_without_tma(change: dict[str, object], a
 
 
 def test_what_such_gpus_cannot_do_is_said() -> None:
-    a100, l40s = (target.named(arch) for arch in target.WITHOUT_TMA)
+    a100, l40s = (target.named(arch) for arch in WITHOUT_TMA)
     behind, fp8 = dataclasses.replace(SUPER, pdl=True), dataclasses.replace(SUPER, state_dtype="f8e4m3")
     for where in (a100, l40s):
         assert "enable_pdl needs compute capability 9" in str(TileConfig().invalid_reason(behind, where))
@@ -125,7 +125,7 @@ def test_what_such_gpus_cannot_do_is_said() -> None:
 
 
 def test_nothing_of_a_decode_step_overlaps_there() -> None:
-    for arch in target.WITHOUT_TMA:
+    for arch in WITHOUT_TMA:
         for promised in (False, True):
             chain = overlap.choose(SUPER, 4, target.named(arch), promised=promised)
             assert chain == overlap.Chain(overlap.Overlap.NONE)

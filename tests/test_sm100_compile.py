@@ -49,7 +49,7 @@ CASES = [
     (RAGGED, Sm100Config.of(RAGGED, turns=2), 1),
     (LONG, Sm100Config.of(LONG), 1),
     (NARROW, Sm100Config.of(NARROW), 3),
-    (SUPER, Sm100Config.of(SUPER, launch_control=True), 2),
+    (SUPER, Sm100Config.of(SUPER, ctas_per_sm=2, launch_control=True), 2),
 ]
 ONCE = [  # for one architecture each
     (NARROW, Sm100Config.of(NARROW, turns=4, tail_rows=12), 1),

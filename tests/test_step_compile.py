@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from replayssm_cute import target
-from replayssm_cute.config import TileConfig
+from replayssm_cute import resources, target
+from replayssm_cute.config import WITHOUT_TMA, TileConfig
+from replayssm_cute.kernels import signature
 from replayssm_cute.problem import Problem
 
 SUPER = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, window=16)
@@ -20,6 +21,7 @@ CASES = [
     (SUPER, TileConfig(head_split=2)),
     (SUPER, TileConfig(heads_per_cta=4, stages=1, ring="whole")),
     (SUPER, TileConfig(ctas_per_sm=2)),
+    (SUPER, TileConfig(2, opt_level=2)),
     (SUPER, TileConfig(heads_per_cta=2, parallel_heads=2, tiles_per_warp=2)),
     (SUPER, TileConfig(tiles_per_warp=2, ring="whole")),
     (dataclasses.replace(SUPER, state_dtype="bf16"), TileConfig(heads_per_cta=8, stages=2, parallel_heads=2)),
@@ -33,6 +35,7 @@ CASES = [
     (dataclasses.replace(SUPER, heads=24, head_dim=128, d_state=256, groups=1, state_dtype="bf16"), ONE),
     (dataclasses.replace(SUPER, heads=80, d_state=64, groups=1, tokens=2, window=7), TileConfig(2, 1)),
     (dataclasses.replace(SUPER, state_dtype="f8e4m3"), FOUR),
+    (dataclasses.replace(SUPER, state_dtype="i8", window=32), TileConfig(2, tiles_per_warp=2, opt_level=2)),
     (dataclasses.replace(SUPER, state_dtype="i8", philox_rounds=10), ONE),
     (
         dataclasses.replace(SUPER, state_dtype="f8e4m3", philox_rounds=10, d_state=64, io_dtype="f16", dt_dtype="f16"),
@@ -53,7 +56,7 @@ def case_id(case: tuple[Problem, TileConfig]) -> str:
     return f"{case[0].label()} {case[0].io_dtype} {case[1].label()}"
 
 
-@pytest.mark.parametrize("arch", [a for a in target.ARCHES if a not in target.WITHOUT_TMA])
+@pytest.mark.parametrize("arch", [a for a in target.ARCHES if a not in WITHOUT_TMA])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_compiles_without_spills(case: tuple[Problem, TileConfig], arch: str) -> None:
     """Zero bytes of stack, no local memory in the code where a disassembler is there, within a block's limits."""
@@ -75,3 +78,11 @@ def test_compiles_without_spills(case: tuple[Problem, TileConfig], arch: str) ->
     assert counts["UTMALDG"] > 0, "the state comes through TMA"
     by_tma = not problem.rewrites or problem.copy_dtype is not None
     assert (counts.get("UTMASTG", 0) > 0) == by_tma, "it goes by TMA unless a flush makes other bits of it"
+
+
+def test_ptxas_gets_the_level() -> None:
+    """At level 2 memory's descriptors stay in uniform registers, which spares most moves to them (R2UR)."""
+    high, low = (signature.compile_options("sm_90a", TileConfig(2, opt_level=n)) for n in (3, 2))
+    assert "ptxas" not in high and low == f"{high} --ptxas-options '-O2'"
+    moves = [resources.sass_counts(SUPER, TileConfig(2, opt_level=n), target.named("h200"))["R2UR"] for n in (3, 2)]  # type: ignore[index]
+    assert moves[1] < moves[0] / 4

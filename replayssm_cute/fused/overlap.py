@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import fingerprint, tables
+from ..config import WITHOUT_TMA
 from ..problem import Problem
 from ..tables.fields import TableError, batch_size, counts, fields_of, list_of, number, read_json, short, text
 from ..tables.lookup import _answering
-from ..target import WITHOUT_TMA, Target
+from ..target import Target
 from .chains import Chain, Overlap
 from .problem import LayerProblem
 from .shapes import conv_shape, norm_shape

@@ -22,6 +22,8 @@ from .primitives import (
     low_half,
     mma_16bit,
     pack,
+    quotient,
+    remainder,
     store_words,
 )
 from .ptx import DECODE_GAIN
@@ -70,7 +72,9 @@ class ByteReadoutC(ReadoutC):
     def _halves(self, token, piece):
         """Byte offset of where a piece's even words lie; its odd ones are 16 bytes further."""
         shared = self.spec.shared
-        return cute.assume(shared.c + token * shared.c_stride + piece // 2 * 32 + piece % 2 * 8, divby=8)
+        return cute.assume(
+            shared.c + token * shared.c_stride + quotient(piece, 2) * 32 + remainder(piece, 2) * 8, divby=8
+        )
 
     @cute.jit
     def stage(self, raw, words):
@@ -83,7 +87,7 @@ class ByteReadoutC(ReadoutC):
 
     def piece(self, raw, token, column):
         """Eight columns of C of a token, in their own order, as four words."""
-        at = self._halves(self.spec.token(token), column // 8)
+        at = self._halves(self.spec.token(token), quotient(column, 8))
         even, odd = (load_words(raw + at + 16 * k, 2) for k in range(2))
         return [even[0], odd[0], even[1], odd[1]]
 
@@ -93,12 +97,12 @@ class ByteStateTile(StateTile):
 
     def _swizzle(self, row):
         """What the swizzle does to a row's numbers of 16-byte chunks."""
-        return row % 8 if self.spec.block == 128 else row // 2 % 4
+        return remainder(row, 8) if self.spec.block == 128 else remainder(quotient(row, 2), 4)
 
     def read_out(self, address, c_addresses, c_held, lane):
         """S·C of this warp's rows, of the codes: scales are not in it."""
         spec, kind = self.spec, self.readout_c.kind
-        row, side = lane % P_TILE, lane // P_TILE
+        row, side = remainder(lane, P_TILE), quotient(lane, P_TILE)
         corner = row * spec.block + (side ^ self._swizzle(row)) * 16
         chains = [[[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
         quads = spec.block // 32  # of a row: 32 columns, two chunks, one quad of C's pieces

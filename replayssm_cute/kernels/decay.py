@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .bundles import NewTokens, Row, Share, Shared, Tensors, Thread
+from .primitives import remainder
 from .spec import StepSpec
 
 SEGMENT = 16  # lanes 0..15 scan the ring, lanes 16..31 the new tokens: W <= 16 and T <= 16, see decay_long
@@ -49,7 +50,7 @@ class Decay:
         """What a head's vectors need of the new tokens: this lane's token's raw dt, A, D and dt_bias."""
         skip = Float32(0.0) if tensors.d is None else Float32(tensors.d[head, 0])
         bias = None if tensors.dt_bias is None else Float32(tensors.dt_bias[head, 0])
-        outer, index = self.spec.new_token(new, thread.lane % SEGMENT)
+        outer, index = self.spec.new_token(new, remainder(thread.lane, SEGMENT))
         return Float32(tensors.dt[outer, index, head, 0]), Float32(tensors.a[head, 0, 0]), skip, bias
 
     def processed(self, dt, bias):
@@ -67,7 +68,7 @@ class Decay:
         if self.spec.whole:
             position = cutlass.min(thread.lane, self.spec.problem.ring_rows - 1)
         else:
-            position = self.spec.read_row(row, SEGMENT - 1 - thread.lane % SEGMENT)
+            position = self.spec.read_row(row, SEGMENT - 1 - remainder(thread.lane, SEGMENT))
         return Float32(tensors.dt_cache[row.slot, head, position])
 
     @cute.jit
@@ -81,7 +82,7 @@ class Decay:
         """
         at = Vectors(self.spec, index)
         vectors, lane, length = shared.vectors, thread.lane, row.new.length
-        place = lane % SEGMENT
+        place = remainder(lane, SEGMENT)
         is_new = lane >= SEGMENT
         j = SEGMENT - 1 - place
         old_dt = ring_dt

@@ -37,9 +37,9 @@ class LongDecay(Decay):
             for chunk in range(self.chunks)
         ]
 
-    def _scan(self, value, lane):
-        """Inclusive prefix sum over the warp."""
-        for k in range(5):
+    def _scan(self, value, lane, count: int = WARP):
+        """Inclusive prefix sum over the warp's first `count` lanes."""
+        for k in range((count - 1).bit_length()):
             other = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)
             value = value + Float32(cutlass.select_(lane >= 1 << k, other, Float32(0.0)))
         return value
@@ -66,7 +66,7 @@ class LongDecay(Decay):
         total = cute.math.exp(later)
         token_dt = Float32(cutlass.select_(lane < length, self.processed(new_dt, bias), Float32(0.0)))
         log_decay = rate * token_dt
-        decayed = cute.math.exp(self._scan(log_decay, lane))
+        decayed = cute.math.exp(self._scan(log_decay, lane, self.spec.problem.tokens))
         if lane < self.spec.tokens_pad:
             vectors[at.token_decay + lane] = decayed
             vectors[at.factors + lane] = decayed * total * Float32(self.gain)

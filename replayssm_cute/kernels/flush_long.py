@@ -9,7 +9,7 @@ from cutlass import Float32
 from .bundles import Row, Shared, Tensors, Thread
 from .decay import Vectors
 from .flush_terms import PART, FlushTerms
-from .primitives import load_matrices
+from .primitives import load_matrices, quotient, remainder
 from .ring_b import RingB
 from .spec import SKIPPED, StepSpec
 from .state_tile import StateTile, repack, unpack
@@ -32,7 +32,11 @@ class LongFlush:
     def add_rows(self, results, tensors: Tensors, shared: Shared, at, inputs, first, column, row: Row, thread: Thread):
         """Add (w_j x_j) (outer) B_j of the 16 positions from `first` to a part's accumulators."""
         lane, t = thread.lane, thread.t
-        words = load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
+        words = load_matrices(
+            inputs + place(first + remainder(lane, 8) + quotient(lane, 16) * 8, remainder(quotient(lane, 8), 2)),
+            4,
+            True,
+        )
         positions = [first + 8 * step + 2 * t + half for step in range(2) for half in range(2)]
         first_column = column + thread.g * self.unit
         b_words = [self.ring_b.get(tensors, shared, row, position, first_column, PART) for position in positions]
@@ -63,7 +67,7 @@ class LongFlush:
                         for e in cutlass.range_constexpr(PART):
                             results[4 * e + 2 * side + which] = olds[e] * total
                 column = block * self.spec.block + part * PART
-                for rows in cutlass.range((row.pnat + (ROWS - 1)) // ROWS, unroll=1):
+                for rows in cutlass.range(quotient(row.pnat + (ROWS - 1), ROWS), unroll=1):
                     self.add_rows(results, tensors, shared, at, inputs, rows * ROWS, column, row, thread)
                 for side in cutlass.range_constexpr(2):
                     for which in cutlass.range_constexpr(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32
 
+from .primitives import quotient, remainder
 from .spec import StepSpec
 
 
@@ -25,8 +26,9 @@ class Grid:
         config, p = self.spec.config, self.spec.problem
 
         def where(block, per_row, heads_per_cta):
-            within = block % per_row
-            return block // per_row, within % config.head_split, within // config.head_split * heads_per_cta
+            within = remainder(block, per_row)
+            head = quotient(within, config.head_split) * heads_per_cta
+            return quotient(block, per_row), remainder(within, config.head_split), head
 
         main = where(bid, config.ctas_per_row(p), config.heads_per_cta)
         if config.tail_rows == 0:
@@ -34,7 +36,7 @@ class Grid:
         full_rows = batch - cutlass.min(batch, config.tail_rows)
         first_single = full_rows * config.ctas_per_row(p)
         is_single = bid >= first_single
-        row, split, head = where(bid - first_single, config.ctas_per_tail_row(p), config.parallel_heads)
+        row, split, head = where(cutlass.max(bid - first_single, 0), config.ctas_per_tail_row(p), config.parallel_heads)
         single = (full_rows + row, split, head)
         chosen = [Int32(cutlass.select_(is_single, s, m)) for s, m in zip(single, main, strict=True)]
         return *chosen, Int32(cutlass.select_(is_single, config.parallel_heads, config.heads_per_cta))

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .bundles import Shared, Thread
-from .primitives import copy_async, load_words, store_words
+from .primitives import copy_async, load_words, quotient, remainder, store_words
 from .spec import WARP
 from .state_copies import Pipe, StateCopies, Tiles
 
@@ -46,15 +46,18 @@ class LaneTiles(Tiles):
         base = stage * layout.stage_bytes + thread.warp * layout.warp_bytes
         for first in range(0, self.rows * each, WARP):
             number = first + thread.lane
-            row, piece = number // each, number % each
-            swizzle = row % 8 if wide == 8 else row // 2 % 4
-            at = piece // wide * (self.rows * wide) + row * wide + (piece % wide ^ swizzle)
+            row, piece = quotient(number, each), remainder(number, each)
+            swizzle = remainder(row, 8) if wide == 8 else remainder(quotient(row, 2), 4)
+            at = quotient(piece, wide) * (self.rows * wide) + row * wide + (remainder(piece, wide) ^ swizzle)
             yield row, piece * (PIECE // size), base + at * PIECE
 
     def _pointer(self, boxes: Rows, place, row, column):
         tile, head, slot = place
         where = head, tile * self.rows + row
         return self.spec.pointer(boxes.tensor, Int64(slot), where, column, PIECE // self.size)
+
+    def expect(self, pipe: Pipe, stage, thread: Thread):
+        """Nothing: no barrier waits for lanes."""
 
     def load(self, boxes: Any, pipe: Pipe, place: tuple[Any, Any, Any], stage, thread: Thread):
         """Ask for the rows of a place (tile, head, slot)."""
@@ -75,7 +78,6 @@ class LaneCopies(StateCopies):
     """`StateCopies` without TMA and without barriers."""
 
     tiles = LaneTiles
-    bulk = False
 
     def pipe(self, read: Any, checkpoint: Any, shared: Shared, thread: Thread) -> Pipe:
         """What `atoms` made, and where it goes; there are no barriers."""

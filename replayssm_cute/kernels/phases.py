@@ -17,6 +17,7 @@ from .bundles import Entry, NewTokens, Row, Rows, Share, Shared, Tensors, Thread
 from .decay import SEGMENT, Decay
 from .decay_long import LongDecay
 from .grid import Grid
+from .primitives import quotient, remainder
 from .products import Products
 from .readout_c import ReadoutC
 from .spec import P_TILE, WARP, StepSpec
@@ -117,13 +118,13 @@ class Phases:
         """The thread that asks."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        return Thread(warp, lane, lane // 4, lane % 4)
+        return Thread(warp, lane, quotient(lane, 4), remainder(lane, 4))
 
     def rows(self, split, thread: Thread) -> Rows:
         """The rows of P of a CTA and a warp."""
         spec = self.spec
         number = thread.warp * WARP + thread.lane
-        side, head_warp = thread.warp // spec.head_warps, thread.warp % spec.head_warps
+        side, head_warp = quotient(thread.warp, spec.head_warps), remainder(thread.warp, spec.head_warps)
         tile = split * spec.head_warps + head_warp
         each = P_TILE * spec.tiles
         return Rows(
@@ -141,14 +142,16 @@ class Phases:
 
         Heads' vectors are dealt to the warps from the last, since B·C keeps the first ones busy.
         """
-        turns = count // self.spec.config.parallel_heads
+        turns = quotient(count, self.spec.config.parallel_heads)
         scan = self.spec.warps - 1 - thread.warp
         scan_head = head0 + cutlass.min(scan, count - 1)
         return Share(rows, head0, count, turns, head0 + rows.side, scan, scan_head)
 
     def slot(self, tensors: Tensors, number) -> Int64:
         """The slot of a batch row."""
-        return Int64(number if tensors.slots is None else tensors.slots[number])
+        slot = Int64(number if tensors.slots is None else tensors.slots[number])
+        cute.arch.sync_warp()  # a fence for the scheduler: what all else waits for is asked for first
+        return slot
 
     def entry(self, tensors: Tensors, slot, group, new: NewTokens) -> Entry:
         """A batch row; `live` is the same in all lanes, and the compiler knows."""
@@ -215,9 +218,9 @@ class Phases:
     ):
         """Once per CTA: B·C, decay vectors, appended rows of B and dt; B of the ring for a flush."""
         spec, layout = self.spec, self.spec.shared
-        number = thread.warp % layout.tile_warps
+        number = remainder(thread.warp, layout.tile_warps)
         b_rows = ring.b_rows
-        appends = (share.head0 % spec.problem.heads_per_group == 0) & (share.rows.split == 0)
+        appends = (remainder(share.head0, spec.problem.heads_per_group) == 0) & (share.rows.split == 0)
         if cutlass.const_expr(self.products.ring_b.copied):
             cute.arch.cp_async_wait_group(1)  # x may still be on its way
         self.products.partial_sums(b_rows, tensors, shared, row, appends, flush, self.products.tile(number), thread)
@@ -246,7 +249,7 @@ class Phases:
         steps = self.spec.steps
         self.tokens.append_x(tensors, shared, row, share)
         for part in cutlass.range(thread.warp, share.count * steps, self.spec.warps, unroll=1):
-            self.weights.make(shared, part // steps, part % steps, row, thread)
+            self.weights.make(shared, quotient(part, steps), remainder(part, steps), row, thread)
 
     def contributions(self, tensors: Tensors, shared: Shared, turn: Turn, row: Row, thread: Thread):
         """What the ring and the new tokens add to a turn's outputs, and the gates of these."""

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .bundles import Row, Shared, Tensors, Thread
-from .primitives import load_words, mma_16bit, store_words
+from .primitives import load_words, mma_16bit, quotient, remainder, store_words
 from .readout_c import ReadoutC
 from .ring_b import RingB
 from .spec import StepSpec
@@ -49,34 +49,35 @@ class Products:
         Warps left over read what the last slice reads: within the row, and from L1.
         """
         shared = self.spec.shared
-        mine = cutlass.min(thread.warp // shared.tile_warps, shared.slices - 1)
+        mine = cutlass.min(quotient(thread.warp, shared.tile_warps), shared.slices - 1)
         return (mine + step * shared.slices) * 32 + 8 * thread.t
 
     @cute.jit
     def ask(self, held, tensors: Tensors, shared: Shared, row: Row, thread: Thread):
         """Ask for B of a warp's first tile; what of its later ones comes by copies too."""
         layout = self.spec.shared
-        number = thread.warp % layout.tile_warps
+        number = remainder(thread.warp, layout.tile_warps)
         self.load_rows(held, tensors, row, self.tile(number), thread)
         if cutlass.const_expr(self.ring_b.copied):
+            base = self.spec.base(tensors.b_cache, row.slot)
             for more in cutlass.range_constexpr(self.rounds):
                 tile = self.tile(number + more * layout.tile_warps)
                 if cutlass.const_expr(more == 0 or not self.spec.skips):
-                    self._copy(tensors, shared, row, tile, thread)
+                    self._copy(tensors, base, shared, row, tile, thread)
                 else:
                     if self.wanted(row, tile):
-                        self._copy(tensors, shared, row, tile, thread)
+                        self._copy(tensors, base, shared, row, tile, thread)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _copy(self, tensors: Tensors, shared: Shared, row: Row, tile, thread: Thread):
+    def _copy(self, tensors: Tensors, base, shared: Shared, row: Row, tile, thread: Thread):
         """Ask for the ring positions of a warp's tile, each lane for what it takes from there."""
-        if thread.warp // self.spec.shared.tile_warps < self.spec.shared.slices:
+        if quotient(thread.warp, self.spec.shared.tile_warps) < self.spec.shared.slices:
             for half in cutlass.range_constexpr(2):
                 unit = 2 * tile + half
                 if unit < self.spec.ring_steps:
                     for k in cutlass.range_constexpr(self.columns):
-                        self.ring_b.copy(tensors, shared, row, thread.g + 8 * unit, self._column(thread, k))
+                        self.ring_b.copy(tensors, base, shared, row, thread.g + 8 * unit, self._column(thread, k))
 
     @cute.jit
     def load_rows(self, held, tensors: Tensors, row: Row, tile, thread: Thread):
@@ -129,7 +130,7 @@ class Products:
         A flush finds the ring's rows in shared memory, if they are kept.
         """
         g, t = thread.g, thread.t
-        slice_index = thread.warp // self.spec.shared.tile_warps
+        slice_index = quotient(thread.warp, self.spec.shared.tile_warps)
         if slice_index < self.spec.shared.slices:
             if cutlass.const_expr(self.ring_b.copied):
                 self._take(held, tensors, shared, row, tile, thread)
@@ -152,9 +153,10 @@ class Products:
                         + (8 * unit + g) * self.spec.shared.product_stride
                         + 2 * t
                     )
-                    for n in cutlass.range_constexpr(self.spec.token_tiles):
-                        shared.products[at + 8 * n] = sums[n][2 * half]
-                        shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
+                    if 2 * t < self.spec.shared.product_stride:
+                        for n in cutlass.range_constexpr(self.spec.token_tiles):
+                            shared.products[at + 8 * n] = sums[n][2 * half]
+                            shared.products[at + 8 * n + 1] = sums[n][2 * half + 1]
                 if cutlass.const_expr(self.ring_b.kept and not self.ring_b.copied):
                     if flush & (unit < self.spec.ring_steps):
                         self._keep(held, half * 4 * self.columns, shared, row, 8 * unit + g, thread)
@@ -185,6 +187,8 @@ class Products:
     def dot(self, products, position, token):
         """B·C of a position and a token."""
         shared = self.spec.shared
+        if shared.product_stride < self.spec.tokens_pad:  # lanes beyond the last token read what the last one has
+            token = self.spec.token(token)
         at = position * shared.product_stride + token
         value = products[at]
         for part in range(1, shared.slices):

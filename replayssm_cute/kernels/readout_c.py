@@ -20,6 +20,8 @@ from .primitives import (
     load_words,
     low_half,
     permute,
+    quotient,
+    remainder,
     store_words,
 )
 from .spec import StepSpec
@@ -39,7 +41,7 @@ class ReadoutC:
 
     def _place(self, k: int) -> tuple[Int32, Int32]:
         piece = cute.arch.thread_idx()[0] + k * self.spec.threads
-        return piece // self.pieces, piece % self.pieces
+        return quotient(piece, self.pieces), remainder(piece, self.pieces)
 
     def load(self, c, new, group):
         """Ask for this thread's pieces of C; threads beyond the last piece repeat the last token's."""
@@ -78,7 +80,7 @@ class ReadoutC:
     def address(self, base, lane, n):
         """Shared-memory address of this lane's row of token tile n's matrices."""
         shared = self.spec.shared
-        return base + shared.c + self.spec.token(8 * n + lane % 8) * shared.c_stride + (lane // 8) * 16
+        return base + shared.c + self.spec.token(8 * n + remainder(lane, 8)) * shared.c_stride + quotient(lane, 8) * 16
 
     def quad(self, address, k):
         """A token tile's fragments of 32 columns: one word for each piece of 8.

@@ -21,7 +21,19 @@ from .convert import decode_bytes, encode_bytes, encode_pair, max_abs, philox
 from .decay import Vectors
 from .flush_long import ROWS, LongFlush
 from .flush_terms import PART, FlushTerms, positions_of
-from .primitives import as_float, bits, high_half, load_matrices, load_words, low_half, mma_tf32, pack, store_words
+from .primitives import (
+    as_float,
+    bits,
+    high_half,
+    load_matrices,
+    load_words,
+    low_half,
+    mma_tf32,
+    pack,
+    quotient,
+    remainder,
+    store_words,
+)
 from .ring_b import RingB
 from .spec import StepSpec
 from .state_tile import StateTile, unpack
@@ -212,7 +224,11 @@ class Rewrite:
             return []
         words, lane = [], thread.lane
         for first in range(0, self.spec.ring_positions, ROWS):
-            words += load_matrices(inputs + place(first + lane % 8 + lane // 16 * 8, lane // 8 % 2), 4, True)
+            words += load_matrices(
+                inputs + place(first + remainder(lane, 8) + quotient(lane, 16) * 8, remainder(quotient(lane, 8), 2)),
+                4,
+                True,
+            )
         return [
             self.terms.of_step(shared, at, words[2 * step : 2 * step + 2], positions_of(step, thread))
             for step in range(self.spec.ring_steps)
@@ -239,7 +255,7 @@ class Rewrite:
     @cute.jit
     def _add_live(self, results, job: Job, column):
         """The same, ROWS positions at a time, as many as there are."""
-        for rows in cutlass.range((job.row.pnat + (ROWS - 1)) // ROWS, unroll=1):
+        for rows in cutlass.range(quotient(job.row.pnat + (ROWS - 1), ROWS), unroll=1):
             self.rows.add_rows(
                 results, job.tensors, job.shared, job.at, job.inputs, rows * ROWS, column, job.row, job.thread
             )
@@ -290,7 +306,7 @@ class Rewrite:
         if first % group == 0:
             row = (job.p + 8 * side) * self.spec.problem.d_state
             element = row + block * self.block + 2 * job.thread.t * self.unit + first
-            counter = [Int32(element) // group, Int32(job.head), Int32(job.row.slot), Int32(0)]
+            counter = [quotient(Int32(element), group), Int32(job.head), Int32(job.row.slot), Int32(0)]
             held[side][first // group] = philox(counter, job.key, rounds)
         words = held[side][first // group]
         if self.kind == "f8e4m3":

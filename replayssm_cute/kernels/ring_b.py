@@ -34,10 +34,10 @@ class RingB:
         """Keep a piece of 8 columns of a position."""
         store_words(shared.raw + cute.assume(self._at(position, column), divby=16), self._live(row, position, words))
 
-    def copy(self, tensors: Tensors, shared: Shared, row: Row, position, column):
-        """Ask for a piece of 8 columns of a position; of a dead one zeros."""
+    def copy(self, tensors: Tensors, base, shared: Shared, row: Row, position, column):
+        """Ask for a piece of 8 columns of a position; of a dead one zeros. `base`: `StepSpec.base` of B."""
         where = (row.group, self.spec.read_row(row, position))
-        source = self.spec.pointer(tensors.b_cache, row.slot, where, column, 8)
+        source = self.spec.pointer(tensors.b_cache, row.slot, where, column, 8, base)
         bytes_ = Int32(cutlass.select_(self.spec.is_live(row, position), 16, 0))
         copy_async(shared.address + self._at(position, column), Int64(source.toint()), bytes_)
 

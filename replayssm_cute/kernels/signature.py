@@ -7,10 +7,17 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int64
 
+from ..config import TileConfig
 from ..problem import ROW_ALIGN, Problem
 from .primitives import CUTLASS_TYPE
 
 FREE = "free"  # a stride that is known at run time only
+
+
+def compile_options(arch: str, config: TileConfig) -> str:
+    """Options of `cute.compile` for a step kernel."""
+    level = "" if config.opt_level == 3 else f" --ptxas-options '-O{config.opt_level}'"
+    return f"--enable-tvm-ffi --gpu-arch {arch}{level}"
 
 
 def fake_arguments(problem: Problem) -> list[Any]:

@@ -8,10 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..config import P_TILE, SHORT_WINDOW, SKIPPED, WARP, TileConfig, shared_layout
+from ..config import P_TILE, SHORT_WINDOW, SKIPPED, WARP, WITHOUT_TMA, TileConfig, shared_layout
 from ..problem import Problem
-from ..target import WITHOUT_TMA
 from .bundles import NewTokens, Row, Tensors
+from .primitives import quotient
 from .ptx import HARDWARE_ARCHES
 
 
@@ -85,7 +85,7 @@ class StepSpec:
 
     def has_live(self, row: Row, step: Any) -> Boolean:
         """Whether a ring step beyond `always_steps` is worked on: whether its 16 positions have a live one."""
-        return step // 2 * SKIPPED < row.pnat
+        return quotient(step, 2) * SKIPPED < row.pnat
 
     def new_tokens(self, row: Int32, tensors: Tensors) -> NewTokens:
         """Where a row's new tokens are."""
@@ -109,10 +109,18 @@ class StepSpec:
         """Token s, clamped to the last: padding lanes repeat it."""
         return Int32(cutlass.min(s, self.problem.tokens - 1))
 
+    def base(self, tensor: cute.Tensor, outer: Any) -> Any:
+        """Address of tensor[outer], for copies that lie in branches, each of which would find it anew.
+
+        Only of long windows, which have many: shorter ones get slower by it (up to 9% at small batches on one H200),
+        since their branches become predicates, and every warp takes the way of all.
+        """
+        return tensor[(outer, *(0 for _ in tensor.stride[1:-1]), None)].iterator if self.skips else None
+
     def pointer(
-        self, tensor: cute.Tensor, outer: Any, inner: tuple[Any, ...], column: Any, divisor: int
+        self, tensor: cute.Tensor, outer: Any, inner: tuple[Any, ...], column: Any, divisor: int, base: Any = None
     ) -> cute.Pointer:
-        """Address of tensor[outer, *inner, column], known to be a multiple of `divisor` elements.
+        """Address of tensor[outer, *inner, column], known to be a multiple of `divisor` elements; `base`: if known.
 
         In compact problems everything inside a slot or batch row is reached by 32-bit offsets from one uniform
         base, which keeps 64-bit pointers, one for each row that a lane reads, out of the registers.
@@ -120,7 +128,7 @@ class StepSpec:
         if not self.problem.compact:
             row = tensor[(outer, *inner, None)].iterator
             return row + (column if isinstance(column, int) else cute.assume(column, divby=divisor))
-        base = tensor[(outer, *(0 for _ in inner), None)].iterator
+        base = tensor[(outer, *(0 for _ in inner), None)].iterator if base is None else base
         offset = Int32(column)
         for index, stride in zip(inner, tensor.stride[1:-1], strict=True):
             offset = offset + Int32(index) * Int32(stride)

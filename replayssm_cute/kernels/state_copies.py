@@ -131,7 +131,6 @@ class StateCopies:
     """
 
     tiles = Tiles
-    bulk = True  # whether bulk copies do it
 
     def __init__(self, spec: StepSpec) -> None:
         self.spec = spec
@@ -178,7 +177,7 @@ class StateCopies:
         """Ask for the states of a warp's first heads, one a stage."""
         for stage in cutlass.range_constexpr(self.stages):
             if stage < share.turns:
-                if cutlass.const_expr(self.checkpoint is not None and self.bulk):
+                if cutlass.const_expr(self.checkpoint is not None):
                     self.read.expect(pipe, stage, thread)
                 place = share.rows.tile, share.first + stage * self.heads, slot32
                 self.read.load(pipe.read, pipe, place, stage, thread)
@@ -187,8 +186,7 @@ class StateCopies:
     def refill(self, pipe: Pipe, i, stage, share: Share, row: Row, thread: Thread):
         """Ask for the state that takes the stage of turn i next; every lane must have read the old one."""
         if i + self.stages < share.turns:
-            if cutlass.const_expr(self.bulk):
-                self.read.expect(pipe, stage, thread)
+            self.read.expect(pipe, stage, thread)
             place = share.rows.tile, share.first + (i + self.stages) * self.heads, row.slot32
             self.read.load(pipe.read, pipe, place, stage, thread)
 
@@ -234,7 +232,6 @@ class StateCopies:
         return share.rows.tile * self.spec.tiles + tile
 
     def _load_tile(self, pipe: Pipe, head, tile, stage, share: Share, row: Row, thread: Thread):
-        if self.bulk:
-            self.checkpoint.expect(pipe, stage, thread)
+        self.checkpoint.expect(pipe, stage, thread)
         place = self._tile(share, tile), head, row.slot32
         self.checkpoint.load(pipe.checkpoint, pipe, place, stage, thread)

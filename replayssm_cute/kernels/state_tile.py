@@ -25,6 +25,8 @@ from .primitives import (
     mma_16bit,
     mma_tf32,
     pack,
+    quotient,
+    remainder,
     store_words,
 )
 from .readout_c import ReadoutC
@@ -62,8 +64,8 @@ class StateTile:
         `c_held` are C's fragments where a lane holds them, else empty and read here.
         """
         spec = self.spec
-        row, side = lane % P_TILE, lane // P_TILE
-        corner = row * 128 + ((side ^ (row % 8)) * 16)
+        row, side = remainder(lane, P_TILE), quotient(lane, P_TILE)
+        corner = row * 128 + ((side ^ remainder(row, 8)) * 16)
         # Two chains of accumulation: an MMA's latency is several times its issue interval.
         chains = [[[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(spec.token_tiles)] for _ in range(spec.tiles)]
         # A row of 128 bytes is four pairs of 16-byte chunks; a quad of C's pieces has the columns of four pairs of an

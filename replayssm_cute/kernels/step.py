@@ -40,8 +40,9 @@ from .convert import prefetch_row
 from .highest import ExactStateTile
 from .lane_copies import LaneCopies
 from .phases import Inputs, Phases, following
+from .primitives import quotient
 from .readout_c import ReadoutC
-from .signature import fake_arguments
+from .signature import compile_options, fake_arguments
 from .spec import P_TILE, StepSpec
 from .state_copies import Pipe, StateCopies
 from .state_tile import StateTile
@@ -89,7 +90,7 @@ class StepKernel(Phases):
     ):
         spec, p = self.spec, self.spec.problem
         number, split, head0, count = self.grid.place(cute.arch.block_idx()[0], tensors.batch)
-        group = head0 // p.heads_per_group
+        group = quotient(head0, p.heads_per_group)
         thread = self.thread()
         rows = self.rows(split, thread)
         slot = self.slot(tensors, number)
@@ -321,5 +322,5 @@ def compile_step(problem: Problem, config: TileConfig, arch: str):
         and launches on torch's current stream.
     """
     return cute.compile(
-        step_kernel(problem, config, arch), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
+        step_kernel(problem, config, arch), *fake_arguments(problem), options=compile_options(arch, config)
     )

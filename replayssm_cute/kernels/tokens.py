@@ -28,6 +28,8 @@ from .primitives import (
     mma_tf32,
     pack,
     permute,
+    quotient,
+    remainder,
     store_words,
 )
 from .spec import P_TILE, SKIPPED, StepSpec
@@ -42,7 +44,7 @@ def _silu(v: Float32) -> Float32:
 
 def place(row: Int32, half: Int32) -> Int32:
     """Byte offset of half a row in a warp's inputs."""
-    return row * ROW_BYTES + (half ^ ((row // 4) % 2)) * 16
+    return row * ROW_BYTES + (half ^ remainder(quotient(row, 4), 2)) * 16
 
 
 class Tokens:
@@ -65,8 +67,9 @@ class Tokens:
         heads = spec.config.heads_per_cta
         for first in range(0, heads * rows * each, spec.threads):
             number = first + share.rows.thread
-            head = number // (rows * each) if heads > 1 else Int32(0)
-            yield head, number // each % rows, number % each * PIECE, (number < share.count * (rows * each))
+            head = quotient(number, rows * each) if heads > 1 else Int32(0)
+            row = remainder(quotient(number, each), rows)
+            yield head, row, remainder(number, each) * PIECE, (number < share.count * (rows * each))
 
     def inputs(self, index, warp):
         """Offset of the inputs of the `index`-th head's `warp`-th warp."""
@@ -77,8 +80,10 @@ class Tokens:
     def _place(self, index, row, column):
         """Offset of a piece in the inputs."""
         spec = self.spec
-        tile = column % self.warp_rows // P_TILE * spec.shared.input_tile_bytes
-        return self.inputs(index, column // self.warp_rows) + (tile + place(row, column // PIECE % 2))
+        tile = quotient(remainder(column, self.warp_rows), P_TILE) * spec.shared.input_tile_bytes
+        return self.inputs(index, quotient(column, self.warp_rows)) + (
+            tile + place(row, remainder(quotient(column, PIECE), 2))
+        )
 
     @cute.jit
     def copy_new(self, tensors: Tensors, shared: Shared, new: NewTokens, share: Share):
@@ -100,19 +105,20 @@ class Tokens:
     def copy_ring(self, tensors: Tensors, shared: Shared, row: Row, share: Share):
         """Ask for the heads' x of the ring positions; dead ones become zeros ("whole": those beyond the ring)."""
         always = 8 * self.spec.always_steps
-        self._copy_rows(tensors, shared, row, share, 0, always)
+        base = self.spec.base(tensors.x_cache, row.slot)
+        self._copy_rows(tensors, base, shared, row, share, 0, always)
         for first in cutlass.range_constexpr(always, self.spec.ring_positions, SKIPPED):
             if first < row.pnat:
-                self._copy_rows(tensors, shared, row, share, first, SKIPPED)
+                self._copy_rows(tensors, base, shared, row, share, first, SKIPPED)
 
     @cute.jit
-    def _copy_rows(self, tensors: Tensors, shared: Shared, row: Row, share: Share, first, rows):
+    def _copy_rows(self, tensors: Tensors, base, shared: Shared, row: Row, share: Share, first, rows):
         for index, place_in, column, wanted in self._pieces(rows, share):
             if wanted:
                 position = first + place_in
                 ring = self.spec.read_row(row, position)
                 head, p = share.head0 + index, share.rows.cta_p0 + column
-                source = self.spec.pointer(tensors.x_cache, row.slot, (head, ring), p, PIECE)
+                source = self.spec.pointer(tensors.x_cache, row.slot, (head, ring), p, PIECE, base)
                 exists = position < self.spec.problem.ring_rows
                 if cutlass.const_expr(not self.spec.whole):
                     exists = position < row.pnat
@@ -173,7 +179,7 @@ class Tokens:
     def x_words(self, address, lane, steps=None):
         """A tile's x of some k-steps, of all of them: words of rows g and g + 8 of P, positions 2t and 2t + 1."""
         steps = range(self.spec.steps) if steps is None else steps
-        half, second, within = (lane // 8) % 2, lane // 16, lane % 8
+        half, second, within = remainder(quotient(lane, 8), 2), quotient(lane, 16), remainder(lane, 8)
         words = []
         for k in range(0, len(steps), 2):
             row = self._input_row(steps[k], within)
@@ -192,13 +198,13 @@ class Tokens:
 
     def gates(self, address, lane):
         """z of each tile and token tile: words of rows g and g + 8 of P, tokens 2t and 2t + 1."""
-        half = (lane // 8) % 2
+        half = remainder(quotient(lane, 8), 2)
         return [
             [
                 load_matrices(
                     address
                     + (
-                        place(self.z_rows + self.spec.token(8 * n + lane % 8), half)
+                        place(self.z_rows + self.spec.token(8 * n + remainder(lane, 8)), half)
                         + tile * self.spec.shared.input_tile_bytes
                     ),
                     2,
@@ -268,7 +274,7 @@ class Tokens:
         """
         vectors = Vectors(self.spec, turn.index)
         g, t = thread.g, thread.t
-        odd = g % 2
+        odd = remainder(g, 2)
         low_rows = Int32(cutlass.select_(odd == 1, 0x1054, LOW_HALVES))
         high_rows = Int32(cutlass.select_(odd == 1, 0x3276, HIGH_HALVES))
         for n in cutlass.range_constexpr(self.spec.token_tiles):
@@ -302,7 +308,7 @@ class Tokens:
         for i in cutlass.range(share.turns, unroll=1):
             head = share.first + i * self.spec.config.parallel_heads
             for k in cutlass.range_constexpr(-(-self.spec.problem.tokens // 16)):
-                token, half = 16 * k + thread.lane // 2, thread.lane % 2
+                token, half = 16 * k + quotient(thread.lane, 2), remainder(thread.lane, 2)
                 if token < new.length:
                     for tile in cutlass.range_constexpr(self.spec.tiles):
                         p = share.rows.p0 + P_TILE * tile + 8 * half

@@ -15,6 +15,24 @@ G, T = LANES // 4, LANES % 4
 TF32 = np.uint32(0xFFFFE000)
 
 
+def quotient(n: Any, k: int) -> Any:
+    """n // k, and n in no active lane negative: the kernel's takes it as unsigned."""
+    assert _not_negative(n)
+    return n // k
+
+
+def remainder(n: Any, k: int) -> Any:
+    """n % k, likewise."""
+    assert _not_negative(n)
+    return n % k
+
+
+def _not_negative(n: Any) -> bool:
+    """Whether no active lane's is negative; tests may ask where no warp runs."""
+    warp = getattr(NOW, "warp", None)
+    return bool((lanes(n) >= 0)[warp.active if warp else slice(None)].all())
+
+
 def _decode(kind: str, halves: np.ndarray) -> np.ndarray:
     if kind == "bf16":
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -103,7 +103,7 @@ class Source:
         self.modules: dict[str, Any] = {
             "primitives": instructions,
             "convert": conversions,
-            "signature": SimpleNamespace(fake_arguments=None),
+            "signature": SimpleNamespace(fake_arguments=None, compile_options=None),
         }
 
     def _import(self, name: str, globals_: Any = None, locals_: Any = None, wanted: Any = (), level: int = 0) -> Any:

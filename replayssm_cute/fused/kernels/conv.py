@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
+from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, quotient, remainder, store_words
 from ..shapes import ConvShape
 from .values import TAPS, bring_to_l2, carved, convolved, load_values, unpack
 
@@ -71,11 +71,11 @@ class ConvKernel:
         shape = self.shape
         vector, rows = shape.vector, range(shape.rows)
         block = cute.arch.block_idx()[0]
-        bundle, part = block // shape.ctas_per_row, block % shape.ctas_per_row
+        bundle, part = quotient(block, shape.ctas_per_row), remainder(block, shape.ctas_per_row)
         first = 0  # of the thread's tokens
         if cutlass.const_expr(shape.chunk < shape.tokens):
             chunks = shape.tokens // shape.chunk
-            bundle, first = bundle // chunks, bundle % chunks * shape.chunk
+            bundle, first = quotient(bundle, chunks), remainder(bundle, chunks) * shape.chunk
         wanted = (part * shape.threads + cute.arch.thread_idx()[0]) * vector
         channel = Int32(cutlass.min(wanted, shape.channels - vector))
         there, row = self.rows_of(bundle, inputs.shape[0])

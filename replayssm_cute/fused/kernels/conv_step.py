@@ -25,8 +25,8 @@ from cutlass import Int32, Int64
 
 from ...kernels.bundles import Entry, NewTokens, Row, Share, Shared, Tensors, Thread
 from ...kernels.phases import Inputs, RingInputs
-from ...kernels.primitives import CUTLASS_TYPE, pack, store_words
-from ...kernels.signature import fake_arguments
+from ...kernels.primitives import CUTLASS_TYPE, pack, quotient, store_words
+from ...kernels.signature import compile_options, fake_arguments
 from ...kernels.spec import StepSpec
 from ...kernels.step import StepKernel
 from ...kernels.tokens import PIECE, Tokens
@@ -194,7 +194,7 @@ class ConvStepKernel(StepKernel):
         """A step's, but for what `early` asks for; see `StepKernel.kernel`."""
         spec, p = self.spec, self.spec.problem
         number, split, head0, count = self.grid.place(cute.arch.block_idx()[0], tensors.batch)
-        group = head0 // p.heads_per_group
+        group = quotient(head0, p.heads_per_group)
         thread = self.thread()
         rows = self.rows(split, thread)
         slot = self.slot(tensors, number)
@@ -276,5 +276,5 @@ def compile_conv_step(shape: StepShape, arch: str):
         conv_cache (slots, R, H, P), conv_weight (4·H·P,) and conv_bias (H·P,) or None, on torch's current stream.
     """
     return cute.compile(
-        ConvStepKernel(shape, arch), *conv_arguments(shape), options=f"--enable-tvm-ffi --gpu-arch {arch}"
+        ConvStepKernel(shape, arch), *conv_arguments(shape), options=compile_options(arch, shape.config)
     )

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from ...config import WARP
-from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, store_words
+from ...kernels.primitives import CUTLASS_TYPE, load_words, pack, quotient, remainder, store_words
 from ..shapes import PIECE, NormShape
 from .values import carved, load_shared_by_all, load_values, silu, unpack
 
@@ -57,10 +57,10 @@ class NormKernel:
     ):
         shape = self.shape
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        group, of_row = block % shape.groups, block // shape.groups
+        group, of_row = remainder(block, shape.groups), quotient(block, shape.groups)
         bundles = shape.tokens // shape.together
-        row = of_row // bundles
-        first = of_row % bundles * shape.together
+        row = quotient(of_row, bundles)
+        first = remainder(of_row, bundles) * shape.together
         tokens = [first + t for t in range(shape.together)]
         slot = Int64(row)
         if cutlass.const_expr(slots is not None):
@@ -120,9 +120,9 @@ class NormKernel:
     @cute.jit
     def put(self, sums, values, thread):
         """A warp's sums into their places."""
-        if thread % WARP == 0:
+        if remainder(thread, WARP) == 0:
             for t in cutlass.range_constexpr(self.shape.together):
-                sums[t * self.shape.warps + thread // WARP] = values[t]
+                sums[t * self.shape.warps + quotient(thread, WARP)] = values[t]
 
     def place(self, tensor, row, token, column):
         """Where a piece is."""

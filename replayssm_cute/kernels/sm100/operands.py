@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from ...sm100 import ROWS
-from ..primitives import bits, high_half, low_half, store_words
+from ..primitives import bits, high_half, low_half, quotient, remainder, store_words
 from ..readout_c import ReadoutC
 from ..spec import WARP
 from .spec import Sm100Spec
@@ -44,9 +44,9 @@ class OfEpilogue(ReadoutC):
     def _place(self, k: int):
         number = cute.arch.thread_idx()[0]
         if self.spec.halves:
-            number = self.spec.part(number // WARP) * WARP + number % WARP
+            number = self.spec.part(quotient(number, WARP)) * WARP + remainder(number, WARP)
         piece = number + k * self.spec.threads
-        return piece // self.pieces, piece % self.pieces
+        return quotient(piece, self.pieces), remainder(piece, self.pieces)
 
 
 class Operands:
@@ -65,8 +65,8 @@ class Operands:
 
     def _chunk(self, token, chunk):
         """Byte offset of a token's 16-byte chunk in C."""
-        place = (chunk % 8) ^ (token % 8)
-        return chunk // 8 * self.spec.tensor.c_block + token * 128 + place * 16
+        place = remainder(chunk, 8) ^ remainder(token, 8)
+        return quotient(chunk, 8) * self.spec.tensor.c_block + token * 128 + place * 16
 
     @cute.jit
     def stage(self, raw, words):

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...problem import Problem
 from ...sm100 import Sm100Config, tensor_layout, token_columns
+from ..primitives import quotient, remainder
 from ..spec import WARP, StepSpec
 
 QUARTERS = 4  # of tensor memory's lanes; a warp reads the one of its number modulo 4
@@ -38,4 +39,4 @@ class Sm100Spec(StepSpec):
 
     def part(self, warp: Any) -> Any:
         """The part of a hardware warp."""
-        return warp % QUARTERS * 2 + warp // QUARTERS if self.halves else warp
+        return remainder(warp, QUARTERS) * 2 + quotient(warp, QUARTERS) if self.halves else warp

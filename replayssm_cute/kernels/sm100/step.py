@@ -38,7 +38,7 @@ from ...ring import flushes
 from ...sm100 import ANSWER_BYTES, ANSWERS, Sm100Config
 from ..bundles import Entry, Row, Share, Shared, Tensors, Thread
 from ..phases import Inputs, Phases, following
-from ..primitives import load_words
+from ..primitives import load_words, quotient, remainder
 from ..signature import fake_arguments
 from ..spec import P_TILE
 from ..state_tile import StateTile
@@ -128,11 +128,11 @@ class Sm100StepKernel(Phases):
     def place(self, tensors: Tensors, block) -> Place:
         """What a CTA of the grid works on."""
         number, _, head0, count = self.grid.place(block, tensors.batch)
-        group = head0 // self.spec.problem.heads_per_group
+        group = quotient(head0, self.spec.problem.heads_per_group)
         slot = self.slot(tensors, number)
         new = self.spec.new_tokens(number, tensors)
         entry = self.entry(tensors, slot, group, new)
-        return Place(number, head0, count, count // self.spec.config.parallel_heads, entry)
+        return Place(number, head0, count, quotient(count, self.spec.config.parallel_heads), entry)
 
     @cute.jit
     def prepare(self, pipe: Pipe, barriers: Barriers):
@@ -163,7 +163,7 @@ class Sm100StepKernel(Phases):
         spec, config, tensor = self.spec, self.spec.config, self.spec.tensor
         entry, turns = place.entry, place.turns
         self.prepare(pipe, barriers)
-        first = place.head0 // config.parallel_heads
+        first = quotient(place.head0, config.parallel_heads)
         flush = Boolean(False)
         if entry.live:
             for stage in cutlass.range_constexpr(config.stages):
@@ -266,7 +266,7 @@ class Sm100StepKernel(Phases):
         place = self.place(tensors, block)
         after = before
         if place.entry.live:
-            first = place.head0 // config.parallel_heads
+            first = quotient(place.head0, config.parallel_heads)
             stage, phase = self.where(before, config.stages)
             for i in cutlass.range(place.turns, unroll=1):
                 cute.arch.mbarrier_wait(barriers.empty + stage, phase ^ 1)
@@ -352,7 +352,7 @@ class Sm100StepKernel(Phases):
 
     def where(self, before, count: int):
         """The stage or the accumulators, of so many, of the turn that `before` come before; the barrier's phase."""
-        return Int32(before % count), Int32(before // count % 2)
+        return Int32(remainder(before, count)), Int32(remainder(quotient(before, count), 2))
 
     # ---- the epilogue
 
@@ -408,8 +408,8 @@ class Sm100StepKernel(Phases):
         # A CTA's only turn flushes before it makes the outputs: the write takes longest.
         if cutlass.const_expr(self.only_turn):
             if flush:
-                cute.arch.mbarrier_wait(barriers.full, before % 2)
-                cute.arch.mbarrier_wait(barriers.done, before % 2)  # results replace what the MMAs read
+                cute.arch.mbarrier_wait(barriers.full, remainder(before, 2))
+                cute.arch.mbarrier_wait(barriers.done, remainder(before, 2))  # results replace what the MMAs read
                 turn = self.turn(share, share.rows.side, 0)
                 self.write_back.flush(tensors, shared, turn, share, row, thread)
                 if cutlass.const_expr(spec.launch_control):

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from ..bundles import Row, Share, Shared, Tensors, Thread, Turn
 from ..flush_long import LongFlush
-from ..primitives import load_words, store_words
+from ..primitives import load_words, quotient, remainder, store_words
 from ..spec import P_TILE
 from ..state_tile import StateTile
 from ..tokens import Tokens
@@ -40,8 +40,8 @@ class WriteBack:
             cute.arch.sync_warp()
             for block in cutlass.range_constexpr(spec.blocks):
                 for first in cutlass.range_constexpr(0, P_TILE, 4):
-                    p, chunk = first + lane // 8, lane % 8  # eight lanes have a row's 128 bytes
-                    place = block * (spec.rows * 32) + p * 32 + ((chunk ^ (p % 8)) * 4)
+                    p, chunk = first + quotient(lane, 8), remainder(lane, 8)  # eight lanes have a row's 128 bytes
+                    place = block * (spec.rows * 32) + p * 32 + ((chunk ^ remainder(p, 8)) * 4)
                     found = load_words(words + cute.assume(place, divby=4), 4)
                     column = block * spec.block + chunk * spec.chunk
                     where = (turn.head, share.rows.p0 + P_TILE * tile + p)
