@@ -15,6 +15,7 @@ from .target import Target
 # CTA and bf16 ones four; from which all narrower ones take several, and f32 ones four.
 WIDE, SOME, MANY, MOST = 3, 8, 30, 160
 IN_FLIGHT = 80 << 10  # bytes of state that the CTAs of a multiprocessor should have asked for
+TIMED = ("sm_90a",)  # where ptxas's level 2 was timed; elsewhere it would be a guess
 
 
 def usual_tail(problem: Problem, target: Target) -> int:
@@ -37,7 +38,7 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     Measured on one H200, W 16 (heads a multiprocessor in brackets). f32, 128 heads, T 4 and T 1: one head a CTA is best
     up to batch 4 (3.9), two from 16 to 128, four from 256 (248) on; 96 heads of 80, batch 16 and 64, with the kernel
     before: two take 24.5 and 78.8 us, one 27.6 and 88.2. bf16, T 4: two tiles a warp 6.7 us at batch 4, one 7.0; four
-    heads in two stages 16.2 at 16, two tiles a warp 16.7 (T 1: 14.3, 15.9; f16 prefers the tiles, 17.2 to 17.6); two
+    heads in two stages 15.5 at 16 (15.9 at ptxas's level 3), two tiles a warp 16.7 (f16 prefers the tiles); two
     heads of two tiles 47.4 at 64 and 174.7 at 256, four of one tile 49.5 and 178. A head whose state is larger than the
     target's shared memory is split over the fewest CTAs that hold it.
 
@@ -46,9 +47,10 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     """
     work, tail = batch * problem.heads / target.sms, usual_tail(problem, target)
     narrow, long = problem.read_bytes < 4, problem.window > SHORT_WINDOW
+    lower = 2 if target.arch in TIMED else 3
     options: list[TileConfig] = []
     if narrow and work >= MANY and problem.rewrites:
-        options = _rewriting(problem, target, tail)
+        options = _rewriting(problem, target, tail, lower)
     elif narrow and work >= MANY and not long:
         # Other flushes take more registers than a cap at seven leaves: f16 states 1.25 of the time.
         spare = problem.state_dtype == problem.io_dtype == "bf16" and problem.compact
@@ -59,11 +61,13 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         options = [c for c in options if c.is_valid(problem, target)]
         options = options or [TileConfig(n, 2, tail_rows=tail) for n in (4, 2)]  # heads of 80 have five tiles
     elif narrow and work >= MANY:
-        # A long window's inputs take as much shared memory as 2-byte states. W 32 keeps B: two heads 53.8 us at batch
-        # 64, four 178 at 256 (59 and 195 with B from L2), each without a tail (54.7 and 183 with one); W 48 too, 223 to
-        # 230 at 256. W 64 lets more CTAs in without it: 247 us at 256, 291 with it.
-        kept = TileConfig(4 if work >= MOST else 2)
-        spared = [TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False) for n in (4, 2) for c in (4, 1)]
+        # A long window's inputs take as much shared memory as 2-byte states. W 32 keeps B: two heads at ptxas's level 2
+        # 51.0 us at batch 64 (52.3 at level 3) and 176 at 256, without a tail; W 48 too, 188 at 256. At W 64 B from L2
+        # took 223 at 256 (228 at level 3); with the kernel before, B kept took 291 there.
+        kept = TileConfig(2, opt_level=lower)
+        spared = [
+            TileConfig(n, tail_rows=tail, ctas_per_sm=c, keep_b=False, opt_level=lower) for n in (4, 2) for c in (4, 1)
+        ]
         # These windows were timed with at least three CTAs a multiprocessor.
         fits = kept.is_valid(problem, target) and resident(problem, kept, target) >= 3
         options = [kept] if problem.window <= 3 * SKIPPED and fits else spared
@@ -71,7 +75,7 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
         problem.kinds == "bf16" and not problem.rewrites and work >= SOME
         and problem.window <= SKIPPED and problem.tokens <= 8
     ):  # fmt: skip
-        options = [TileConfig(4, 2)]
+        options = [TileConfig(4, 2, opt_level=lower)]
     elif not narrow and work >= SOME:
         # Four CTAs of two heads fit a multiprocessor; ragged rows would take more registers than that, 150 for 128.
         caps = (4, 1) if problem.ragged and problem.window <= SKIPPED else (1,)
@@ -97,26 +101,35 @@ def default_config(problem: Problem, target: Target, batch: int) -> TileConfig:
     )
 
 
-def _rewriting(problem: Problem, target: Target, tail: int) -> list[TileConfig]:
-    """The configs for large batches whose flushes rewrite a state.
+def _rewriting(problem: Problem, target: Target, tail: int, lower: int) -> list[TileConfig]:
+    """The configs for large batches whose flushes rewrite a state; `lower`: ptxas's level where a lower one gains.
 
-    Measured on one H200, 128 heads, T 4, batch 256. bf16 copy: two heads a CTA 259, 228 and 283 us at W 16, 32 and 64,
-    two tiles of one head with B from L2 269 at W 64. fp8 copy: two tiles of one head 212 us at W 16 with 128 registers
-    a thread and 230 without a cap, 204 at W 32 with B from L2, 217 for two heads a CTA. 8-bit states: four heads, two
-    stages and 128 registers 151 and 175 us at W 16 and 32 (174 and 194 without a cap); two heads 244 at W 64.
+    Measured on one H200, 128 heads, T 4, batch 256. bf16 copy: two heads a CTA 259 and 219 us at W 16 and 32; at W 64
+    241 for two tiles of one head with B from L2, 236 for two heads of two tiles at ptxas's level 2. fp8 copy: two tiles
+    of one head with 128 registers a thread 209 us at W 16; at level 2 two heads of two tiles 192 at W 32 (194 for one
+    with B from L2), one with B from L2 207 at W 64 (213 at level 3). 8-bit states: four heads, two stages and 128
+    registers 139 us at W 16 (162 without a cap); at level 2 two heads of two tiles 139 and 145 at W 32 (153 for four
+    heads in two stages), two heads with 128 registers 203 at W 64 (219 at level 3).
     """
-    room = problem.window <= 2 * SKIPPED
+    room, long = problem.window <= 2 * SKIPPED, problem.window > SHORT_WINDOW
+    level = lower if problem.scaled and long else 3
+    small = problem.philox_rounds is None and problem.head_dim * problem.d_state <= 64 * 128
+    wide = TileConfig(2, tail_rows=tail, tiles_per_warp=2, opt_level=lower)
+    timed = small and long and (room if problem.scaled else problem.copy_dtype is not None and not room)
+    if lower < 3 and timed and wide.is_valid(problem, target):  # elsewhere what was best at level 3
+        return [wide]
     if problem.copy_dtype is not None:
-        one = [TileConfig(tiles_per_warp=2, ctas_per_sm=n, keep_b=problem.window <= SHORT_WINDOW) for n in (8, 7, 1)]
+        one = [TileConfig(tiles_per_warp=2, ctas_per_sm=n, keep_b=not long, opt_level=level) for n in (8, 7, 1)]
         two = [TileConfig(2, tail_rows=tail)]
         return two if problem.read_bytes == 2 and room else [*one, *two]
     # Stochastic rounding, larger heads and N 256 would spill: no cap for them.
-    capped = TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4)
-    small = problem.philox_rounds is None and problem.head_dim * problem.d_state <= 64 * 128
+    capped = TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4, opt_level=level)
     if problem.scaled and room and small and capped.is_valid(problem, target):
         return [capped]
     if problem.scaled and not room:
-        return [TileConfig(2, tail_rows=tail)]
+        caps = (4, 1) if small else (1,)
+        two = [TileConfig(2, tail_rows=tail, ctas_per_sm=n, opt_level=lower if n > 1 else 3) for n in caps]
+        return [next((c for c in two if c.is_valid(problem, target)), two[-1])]
     return [TileConfig(n, 2 if room else 1, tail_rows=tail, keep_b=room) for n in (4, 2)]
 
 

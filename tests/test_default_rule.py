@@ -33,17 +33,17 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"state_dtype": "bf16"}, 4, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "bf16"}, 64, TileConfig(2, tail_rows=8, tiles_per_warp=2, ctas_per_sm=7)),
         ({"state_dtype": "bf16", "window": 32}, 16, TileConfig(tiles_per_warp=2)),
-        ({"state_dtype": "bf16", "window": 32}, 64, TileConfig(2)),
-        ({"state_dtype": "bf16", "window": 48}, 256, TileConfig(4)),
+        ({"state_dtype": "bf16", "window": 32}, 64, TileConfig(2, opt_level=2)),
+        ({"state_dtype": "bf16", "window": 48}, 256, TileConfig(2, opt_level=2)),
         ({"state_dtype": "bf16", "window": 24}, 16, TileConfig(tiles_per_warp=2, keep_b=False)),
         ({"state_dtype": "bf16", "window": 24}, 256, TileConfig(2, tiles_per_warp=2)),
         # one CTA of four heads would be left
         (
             {"state_dtype": "bf16", "tokens": 32, "window": 32},
             256,
-            TileConfig(2, tail_rows=8, keep_b=False),
+            TileConfig(2, tail_rows=8, keep_b=False, opt_level=2),
         ),
-        ({"state_dtype": "bf16"}, 16, TileConfig(4, 2)),
+        ({"state_dtype": "bf16"}, 16, TileConfig(4, 2, opt_level=2)),
         ({"state_dtype": "f16"}, 16, TileConfig(tiles_per_warp=2)),
         ({"state_dtype": "f16"}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2)),
         (
@@ -56,14 +56,25 @@ PROBLEM = Problem(heads=128, head_dim=64, d_state=128, groups=8, tokens=4, windo
         ({"ragged": True}, 16, TileConfig(2, tail_rows=8, ctas_per_sm=4)),
         ({"copy_dtype": "bf16"}, 256, TileConfig(2, tail_rows=8)),
         ({"copy_dtype": "f8e4m3"}, 256, TileConfig(tiles_per_warp=2, ctas_per_sm=8)),
-        ({"copy_dtype": "f8e4m3", "window": 64}, 64, TileConfig(tiles_per_warp=2, ctas_per_sm=7, keep_b=False)),
+        (
+            {"copy_dtype": "f8e4m3", "window": 64},
+            64,
+            TileConfig(tiles_per_warp=2, ctas_per_sm=8, keep_b=False, opt_level=2),
+        ),
         ({"state_dtype": "i8"}, 256, TileConfig(4, 2, tail_rows=8, ctas_per_sm=4)),
-        ({"state_dtype": "i8", "window": 32}, 256, TileConfig(4, 2, tail_rows=8, ctas_per_sm=4)),
+        ({"state_dtype": "i8", "window": 32}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2, opt_level=2)),
+        ({"copy_dtype": "f8e4m3", "window": 32}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2, opt_level=2)),
+        ({"copy_dtype": "bf16", "window": 32}, 256, TileConfig(2, tail_rows=8)),
+        ({"copy_dtype": "bf16", "window": 64}, 256, TileConfig(2, tail_rows=8, tiles_per_warp=2, opt_level=2)),
         ({"state_dtype": "i8", "philox_rounds": 10}, 256, TileConfig(4, 2, tail_rows=8)),
         ({"state_dtype": "f8e4m3", "head_dim": 128}, 256, TileConfig(4, 2, tail_rows=8)),
-        ({"state_dtype": "f8e4m3", "window": 64}, 64, TileConfig(2, tail_rows=8)),
+        ({"state_dtype": "f8e4m3", "window": 64}, 64, TileConfig(2, tail_rows=8, ctas_per_sm=4, opt_level=2)),
         ({"state_dtype": "bf16", "window": 64}, 16, TileConfig(tiles_per_warp=2)),
-        ({"state_dtype": "bf16", "window": 64}, 256, TileConfig(2, tail_rows=8, ctas_per_sm=4, keep_b=False)),
+        (
+            {"state_dtype": "bf16", "window": 64},
+            256,
+            TileConfig(2, tail_rows=8, ctas_per_sm=4, keep_b=False, opt_level=2),
+        ),
         ({"state_dtype": "bf16", "tokens": 17, "window": 24}, 16, TileConfig()),  # three tiles of B·C for two warps
     ],
 )
@@ -83,6 +94,12 @@ def test_every_target_and_geometry_has_a_valid_config_and_the_list_has_them_all(
         served = {default_config(problem, target, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096)}
         assert all(c.is_valid(problem, target) for c in served)
         assert served <= set(default_configs(problem, target))
+
+
+def test_ptxas_lower_level_is_for_gpus_that_were_timed() -> None:
+    bf16 = dataclasses.replace(PROBLEM, state_dtype="bf16")
+    assert default_config(bf16, H200, 16).opt_level == 2
+    assert all(default_config(bf16, named(arch), 16).opt_level == 3 for arch in ARCHES if arch != "sm_90a")
 
 
 def test_it_says_when_nothing_fits() -> None:

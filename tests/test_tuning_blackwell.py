@@ -71,8 +71,16 @@ def test_only_where_a_gpu_decides(tmp_path: Path) -> None:
     assert not any(isinstance(c, Sm100Config) for c in modelled)
     defaults = space.defaults(workload.problem, B200, [1, 64])
     unknown = space.blackwell(workload.problem, B200)
-    assert timed[: len(defaults) + len(unknown)] == [*defaults, *unknown]
-    assert [c for c in timed if not isinstance(c, Sm100Config)] == modelled
+    levels = space.at_other_level(dict.fromkeys((*defaults, candidates.SPLIT)))
+    assert timed[: len(defaults) + len(levels) + len(unknown)] == [*defaults, *levels, *unknown]
+    assert [c for c in timed if not isinstance(c, Sm100Config) and c not in levels] == modelled
+
+
+def test_a_level_is_the_other_one_of_ptxas() -> None:
+    base = TileConfig(2, tail_rows=8)
+    (other,) = space.at_other_level([base])
+    assert other == dataclasses.replace(base, opt_level=2) and other.label() == "h2 s1 p1 live c1 t8 O2"
+    assert space.at_other_level([other]) == [base]
 
 
 def swept(folder: Path) -> tuple[Results, OnB200]:

@@ -115,7 +115,7 @@ def test_four_ctas_of_four_heads_are_considered(state: str, stages: int) -> None
 
 def test_b_comes_from_l2_where_a_cta_more_fits() -> None:
     long = dataclasses.replace(SUPER, state_dtype="bf16", window=64)
-    kept = TileConfig(2, 1, tail_rows=usual_tail(long, H200))
+    kept = TileConfig(4, 1, tail_rows=usual_tail(long, H200))
     spared = dataclasses.replace(kept, keep_b=False)
     assert {kept, spared} <= set(space.configs(long, H200))
     assert TileConfig(keep_b=False) not in space.configs(SUPER, H200), "registers let no further CTA in"

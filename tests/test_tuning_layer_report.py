@@ -11,7 +11,7 @@ from replayssm_tuning import layer_bench, layer_report
 
 from replayssm_cute import fingerprint, target
 from replayssm_cute.fused import overlap
-from replayssm_cute.fused.chains import Overlap
+from replayssm_cute.fused.chains import Chain, Overlap
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "reports" / "h200" / "layer" / "layer.json"
@@ -61,6 +61,21 @@ def test_tables_plot_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]
 
 
+def test_chains_of_another_run_are_taken_instead(tmp_path: Path) -> None:
+    chain = Chain(Overlap.INNER).to_json()
+    cells = [{"tokens": 1, "batch": 64, "chains": {"plain": chain}}]
+    instead = {"kernel_fingerprint": fingerprint.kernels(), "cells": cells}
+    first, second = layer_report.overlap_table(made(), instead)["entries"][0]["buckets"]
+    assert "chains" not in first and second["chains"] == {"plain": chain}
+    with pytest.raises(ValueError, match="the chains to take instead are of kernels 0000"):
+        layer_report.overlap_table(made(), {"kernel_fingerprint": "0" * 64, "cells": []})
+    file, other = tmp_path / "layer.json", tmp_path / "instead.json"
+    file.write_text(json.dumps(made()))
+    other.write_text(json.dumps(instead))
+    assert layer_report.main([str(file), "--instead", str(other), "--table", str(tmp_path / "table.json")]) == 0
+    assert json.loads((tmp_path / "table.json").read_text()) == layer_report.overlap_table(made(), instead)
+
+
 def test_times_of_other_kernels_are_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert layer_report.stale_reason(made()) is None
     other = {"layer_kernel_fingerprint": "0" * 64}  # sources that compile to the same code
@@ -80,14 +95,17 @@ def test_the_shipped_choices_are_those_that_were_measured() -> None:
     if json.loads(MEASURED.read_text()).get("historical"):
         assert not shipped.exists(), "made from the times of kernels that are no more"
         pytest.skip("no choices are shipped: the step kernel has not been timed in a layer yet")
-    assert json.loads(shipped.read_text()) == layer_report.overlap_table(json.loads(MEASURED.read_text()))
+    instead = json.loads((MEASURED.parent / "instead.json").read_text())
+    assert json.loads(shipped.read_text()) == layer_report.overlap_table(json.loads(MEASURED.read_text()), instead)
+    better = {(c["tokens"], c["batch"]): c["chains"] for c in instead["cells"]}
     where = target.named("h200")
     overlap.forget()
     for _, row in layer_report.frame(json.loads(MEASURED.read_text())).iterrows():
         step = layer_bench.layer_problem(row["tokens"], 16, "f32").step
         for promised, name in ((False, "plain"), (True, "promised")):
             chain = overlap.choose(step, row["batch"], where, promised=promised)
-            assert chain.label() == row[f"{name}_choice"]
+            found = better.get((row["tokens"], row["batch"]), {}).get(name)
+            assert chain.label() == (row[f"{name}_choice"] if found is None else Chain.from_json(found).label())
 
 
 @pytest.mark.parametrize("name", ["README.md", "reports/h200/README.md"])

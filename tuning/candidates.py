@@ -15,6 +15,7 @@ from .plan import Workload
 from .progress import Steps
 from .sound import sound
 
+SPLIT = TileConfig(head_split=2)  # often the fastest of the smallest batches
 NEAR = (1.05, 1.15)  # modelled time over the fastest: about one and two errors of the model
 
 
@@ -23,10 +24,11 @@ def ranked(
 ) -> list[TileConfig]:
     """The configs of a workload, the ones to try first in front.
 
-    The batches' defaults come first. Then, if they will be timed, those of the Blackwell kernel, of which the model
-    knows nothing. Then those that the model thinks near the fastest of some batch, then the less
-    near, then the rest (see `NEAR`); within each, one of each family (heads a CTA and at a time, head split, tiles a
-    warp, ring, cap, tail) per round, so that a model that errs about a family costs one round and not the sweep.
+    The batches' defaults come first. Then, if they will be timed, the same and `SPLIT` at ptxas's other level, and
+    those of the Blackwell kernel, of both of which the model knows nothing. Then those that the model thinks near the
+    fastest of some batch, then the less near, then the rest (see `NEAR`); within each, one of each family (heads a CTA
+    and at a time, head split, tiles a warp, ring, cap, tail) per round, so that a model that errs about a family costs
+    one round and not the sweep.
 
     Args:
         within: leave out those whose modelled time is beyond so many times the fastest at every batch; 0 keeps all.
@@ -54,8 +56,12 @@ def ranked(
     rest = sorted(
         (c for c in order if c not in first), key=lambda c: (sum(best[c] > n for n in NEAR), turn[c], best[c])
     )
-    unknown = space.blackwell(workload.problem, target) if timed else ()
-    return [*first, *unknown, *rest]
+    if not timed:
+        return [*first, *rest]
+    levels = space.at_other_level(dict.fromkeys((*first, SPLIT)))
+    levels = [c for c in levels if c.is_valid(workload.problem, target) and c not in first]
+    unknown = space.blackwell(workload.problem, target)
+    return [*first, *levels, *unknown, *(c for c in rest if c not in levels)]
 
 
 def guessed(workload: Workload, target: Target, batch: int) -> dict[TileConfig, float]:

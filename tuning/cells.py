@@ -87,7 +87,7 @@ class CellTimer:
         candidates: dict[TileConfig, Candidate] = {}
         facts: dict[str, Any] = {}
         worth = self.by_estimate(workload, batch, configs, default)
-        everything = {*space.configs(problem, self.target), *space.blackwell(problem, self.target), default}
+        everything = {*configs, *space.configs(problem, self.target), *space.blackwell(problem, self.target), default}
         self.slow += len(everything) - len(worth)
         for config in worth:
             resources = self.compiled.get((problem, config))

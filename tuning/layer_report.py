@@ -172,21 +172,29 @@ def draw(table: pd.DataFrame, data: dict[str, Any], path: Path) -> None:
         plt.close(figure)
 
 
-def _chains(cell: dict[str, Any]) -> dict[str, Any]:
-    """A bucket's chains, where a search found some that hold."""
+def _chains(cell: dict[str, Any], better: dict[str, Any]) -> dict[str, Any]:
+    """A bucket's chains, where a search found some that hold, or another run `better` ones."""
     times = {kind: cell["times"][kind]["time_us"] for kind in Overlap if kind in cell["times"]}
-    kept = _found(cell, times)
-    return {"chains": {name: chain.to_json() for name, (chain, _) in kept.items()}} if kept else {}
+    kept = {name: chain.to_json() for name, (chain, _) in _found(cell, times).items()}
+    kept |= {name: Chain.from_json(chain).to_json() for name, chain in better.items()}
+    return {"chains": kept} if kept else {}
 
 
-def overlap_table(data: dict[str, Any]) -> dict[str, Any]:
+def overlap_table(data: dict[str, Any], instead: dict[str, Any] | None = None) -> dict[str, Any]:
     """The times as `replayssm_cute.fused.overlap` reads them, for the kernels in the tree.
 
+    Args:
+        instead: chains that another run found faster than those of `data`: {"kernel_fingerprint", "cells": [{"tokens",
+            "batch", "chains": {"plain" or "promised": chain}}]}.
+
     Raises:
-        ValueError: if the times are not theirs.
+        ValueError: if the times, or these chains, are not those of the kernels in the tree.
     """
     if reason := stale_reason(data):
         raise ValueError(f"these times are not those of the kernels in the tree: {reason}")
+    if instead is not None and instead["kernel_fingerprint"] != fingerprint.kernels():
+        raise ValueError(f"the chains to take instead are of kernels {instead['kernel_fingerprint'][:12]}")
+    better = {(c["tokens"], c["batch"]): c["chains"] for c in ([] if instead is None else instead["cells"])}
     entries = []
     for problem in _problems(data):
         cells = [c for c in data["cells"] if c["tokens"] == problem.step.tokens]
@@ -197,7 +205,7 @@ def overlap_table(data: dict[str, Any]) -> dict[str, Any]:
                     str(kind): round(c["times"][kind]["time_us"], 3) for kind in Overlap if kind in c["times"]
                 },
             }
-            | _chains(c)
+            | _chains(c, better.get((c["tokens"], c["batch"]), {}))
             for c in cells
         ]
         entries.append({"problem": problem.step.to_json(), "buckets": buckets})
@@ -218,15 +226,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--beside", type=Path, metavar="CSV", help="goals and another chain's times")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the times as calls read them")
+    parser.add_argument(
+        "--instead", type=Path, metavar="JSON", help="chains for the table that another run found faster"
+    )
     args = parser.parse_args(argv)
     odd = (KeyError, AttributeError, IndexError, RecursionError, OverflowError)
     with usage(str(args.file)):
         data = json.loads(args.file.read_bytes())
+    instead = None
+    if args.instead is not None:
+        with usage(str(args.instead)):
+            instead = json.loads(args.instead.read_bytes())
     check_file("FILE", args.file.with_suffix(".csv"))
     with usage(f"{args.file}: it is no result of layer_bench", *odd):
         own = frame(data, None)
         stale = stale_reason(data) if args.table is not None else None
-        made = overlap_table(data) if args.table is not None and stale is None else None
+        made = overlap_table(data, instead) if args.table is not None and stale is None else None
     if args.table is not None:
         check_file("--table", args.table)
         if made is None:

@@ -44,11 +44,13 @@ def candidates(problem: Problem, where: target.Target, batch: int) -> list[TileC
         TileConfig(tiles_per_warp=2, ctas_per_sm=8),
         TileConfig(2, 1, tail_rows=tail, tiles_per_warp=2),
         TileConfig(2, 1, tail_rows=tail),
+        TileConfig(2, 1, tail_rows=tail, ctas_per_sm=4),
         TileConfig(4, 1, tail_rows=tail),
         TileConfig(4, 2, tail_rows=tail, ctas_per_sm=4),
     ]
     spared = [c for config in kept if (c := space.without_b(config, problem, where))]
     found = [default_config(problem, where, batch), *kept, *spared]
+    found += space.at_other_level(found)
     return [c for c in dict.fromkeys(found) if c.is_valid(problem, where)]
 
 

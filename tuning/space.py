@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 
-from replayssm_cute.config import P_TILE, TileConfig
+from replayssm_cute.config import OPT_LEVELS, P_TILE, TileConfig
 from replayssm_cute.default_rule import default_config, usual_tail
 from replayssm_cute.problem import Problem
 from replayssm_cute.sm100 import ARCHES, Sm100Config, covers
@@ -87,6 +88,11 @@ def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfi
     while dataclasses.replace(free, ctas_per_sm=held + 1).is_valid(problem, target):
         held += 1
     return [dataclasses.replace(free, ctas_per_sm=n) for n in sorted({usual + 1, held}) if usual < n <= held]
+
+
+def at_other_level(configs: Iterable[TileConfig]) -> list[TileConfig]:
+    """The same configs at the other of ptxas's levels: which is faster only a GPU can say."""
+    return [dataclasses.replace(c, opt_level=next(n for n in OPT_LEVELS if n != c.opt_level)) for c in configs]
 
 
 def defaults(problem: Problem, target: Target, batches: list[int]) -> list[TileConfig]:

@@ -5,7 +5,8 @@
 Three studies, timed as cells are (graph replay, cold L2, rows by quota), each group's entrants in turns:
 
 ragged     the same rows, each with all its T tokens, as a dense call and as a ragged one; goal: within 5%
-live rows  windows of 16, 32 and 64 with equally many live rows and no row that flushes; goal: W 32 within 10% of W 16
+live rows  windows of 16, 32 and 64 with equally many live rows and no row that flushes; goal: W 32 within 10% of W 16,
+           each with the config that is fastest there, beside the one that a call gets
 windows    W from 8 to 64 at equal acceptance, each in its own stationary mix: a larger window flushes less and reads
            more ring rows. The mean step time, and what a slot's ring and the slot take in memory
 
@@ -38,6 +39,7 @@ from rich.table import Table
 from replayssm_cute import atomic, compiler, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
+from replayssm_cute.sm100 import Sm100Config
 
 from . import cost, manifest, peers, space, studies_report
 from .acceptance import Acceptance, Mix, read_histogram, stationary
@@ -135,7 +137,7 @@ def live_groups() -> Iterator[Group]:
             problem = dataclasses.replace(first, window=window)
             entrants.append(Contender(f"W {window}", problem, same, GOALS.get(f"live rows, W {window}")))
         for batch in BATCHES:
-            yield Group("live rows", "uniform, no flushes", batch, tuple(entrants))
+            yield Group("live rows", "uniform, no flushes", batch, tuple(entrants), tuned=True)
 
 
 def window_groups() -> Iterator[Group]:
@@ -173,8 +175,8 @@ class Studies:
         self.notes: list[str] = []
         self._checked: dict[tuple[Problem, TileConfig], float] = {}
 
-    def more(self, entrant: Contender, group: Group) -> list[TileConfig]:
-        """The configs that the cost model thinks fastest, where the group is tuned."""
+    def more(self, entrant: Contender, group: Group, usual: TileConfig) -> list[TileConfig]:
+        """Where the group is tuned: the usual config at ptxas's other level, and what the cost model thinks fastest."""
         target, problem = self.runner.target, entrant.problem
         if not group.tuned or not self.race:
             return []
@@ -186,7 +188,8 @@ class Studies:
             except ValueError:
                 return math.inf
 
-        return sorted(space.configs(problem, target), key=time_of)[: self.race]
+        others = [] if isinstance(usual, Sm100Config) else space.at_other_level([usual])
+        return [*others, *sorted(space.configs(problem, target), key=time_of)[: self.race]]
 
     def compile(self, groups: Sequence[Group], workers: int) -> None:
         """Compile what the groups will run, in parallel; a failure shows when its group does."""
@@ -195,7 +198,7 @@ class Studies:
         for group in groups:
             for e in group.entrants:
                 usual = tables.choose(e.problem, group.batch, target).config
-                items += [(e.problem, config, target) for config in (usual, *self.more(e, group))]
+                items += [(e.problem, config, target) for config in (usual, *self.more(e, group, usual))]
         compiler.compile_many(list(dict.fromkeys(items)), workers)
 
     def measure(self, group: Group) -> list[dict[str, Any]]:
@@ -206,7 +209,7 @@ class Studies:
             field = [
                 (i, config)
                 for i, (e, c) in enumerate(zip(group.entrants, choices, strict=True))
-                for config in dict.fromkeys((c.config, *self.more(e, group)))
+                for config in dict.fromkeys((c.config, *self.more(e, group, c.config)))
             ]
             errors = [self.error(group.entrants[i].problem, config) for i, config in field]
             torch.cuda.empty_cache()  # of the group before
