@@ -128,8 +128,7 @@ def _rewriting(problem: Problem, target: Target, tail: int, lower: int) -> list[
         return [capped]
     if problem.scaled and not room:
         caps = (4, 1) if small else (1,)
-        two = [TileConfig(2, tail_rows=tail, ctas_per_sm=n, opt_level=lower if n > 1 else 3) for n in caps]
-        return [next((c for c in two if c.is_valid(problem, target)), two[-1])]
+        return [TileConfig(2, tail_rows=tail, ctas_per_sm=n, opt_level=lower if n > 1 else 3) for n in caps]
     return [TileConfig(n, 2 if room else 1, tail_rows=tail, keep_b=room) for n in (4, 2)]
 
 

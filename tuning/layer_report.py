@@ -180,6 +180,13 @@ def _chains(cell: dict[str, Any], better: dict[str, Any]) -> dict[str, Any]:
     return {"chains": kept} if kept else {}
 
 
+def _better(instead: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """By T and batch, the chains that another run found faster."""
+    if instead["kernel_fingerprint"] != fingerprint.kernels():
+        raise ValueError(f"the chains to take instead are of kernels {instead['kernel_fingerprint'][:12]}")
+    return {(c["tokens"], c["batch"]): c["chains"] for c in instead["cells"]}
+
+
 def overlap_table(data: dict[str, Any], instead: dict[str, Any] | None = None) -> dict[str, Any]:
     """The times as `replayssm_cute.fused.overlap` reads them, for the kernels in the tree.
 
@@ -192,9 +199,7 @@ def overlap_table(data: dict[str, Any], instead: dict[str, Any] | None = None) -
     """
     if reason := stale_reason(data):
         raise ValueError(f"these times are not those of the kernels in the tree: {reason}")
-    if instead is not None and instead["kernel_fingerprint"] != fingerprint.kernels():
-        raise ValueError(f"the chains to take instead are of kernels {instead['kernel_fingerprint'][:12]}")
-    better = {(c["tokens"], c["batch"]): c["chains"] for c in ([] if instead is None else instead["cells"])}
+    better = {} if instead is None else _better(instead)
     entries = []
     for problem in _problems(data):
         cells = [c for c in data["cells"] if c["tokens"] == problem.step.tokens]
@@ -230,13 +235,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--instead", type=Path, metavar="JSON", help="chains for the table that another run found faster"
     )
     args = parser.parse_args(argv)
+    if args.instead is not None and args.table is None:
+        parser.error("--instead: got it without --table, which alone has chains")
     odd = (KeyError, AttributeError, IndexError, RecursionError, OverflowError)
     with usage(str(args.file)):
         data = json.loads(args.file.read_bytes())
     instead = None
     if args.instead is not None:
-        with usage(str(args.instead)):
+        with usage(str(args.instead), *odd):
             instead = json.loads(args.instead.read_bytes())
+            _better(instead)
     check_file("FILE", args.file.with_suffix(".csv"))
     with usage(f"{args.file}: it is no result of layer_bench", *odd):
         own = frame(data, None)

@@ -91,8 +91,12 @@ def capped(free: TileConfig, problem: Problem, target: Target) -> list[TileConfi
 
 
 def at_other_level(configs: Iterable[TileConfig]) -> list[TileConfig]:
-    """The same configs at the other of ptxas's levels: which is faster only a GPU can say."""
-    return [dataclasses.replace(c, opt_level=next(n for n in OPT_LEVELS if n != c.opt_level)) for c in configs]
+    """The same configs at the other of ptxas's levels, if their kernel has one: which is faster only a GPU can say."""
+    return [
+        dataclasses.replace(c, opt_level=next(n for n in OPT_LEVELS if n != c.opt_level))
+        for c in configs
+        if not isinstance(c, Sm100Config)
+    ]
 
 
 def defaults(problem: Problem, target: Target, batches: list[int]) -> list[TileConfig]:

@@ -39,7 +39,6 @@ from rich.table import Table
 from replayssm_cute import atomic, compiler, tables
 from replayssm_cute.config import TileConfig
 from replayssm_cute.problem import Problem
-from replayssm_cute.sm100 import Sm100Config
 
 from . import cost, manifest, peers, space, studies_report
 from .acceptance import Acceptance, Mix, read_histogram, stationary
@@ -188,8 +187,7 @@ class Studies:
             except ValueError:
                 return math.inf
 
-        others = [] if isinstance(usual, Sm100Config) else space.at_other_level([usual])
-        return [*others, *sorted(space.configs(problem, target), key=time_of)[: self.race]]
+        return [*space.at_other_level([usual]), *sorted(space.configs(problem, target), key=time_of)[: self.race]]
 
     def compile(self, groups: Sequence[Group], workers: int) -> None:
         """Compile what the groups will run, in parallel; a failure shows when its group does."""

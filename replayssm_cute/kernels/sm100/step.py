@@ -39,7 +39,7 @@ from ...sm100 import ANSWER_BYTES, ANSWERS, Sm100Config
 from ..bundles import Entry, Row, Share, Shared, Tensors, Thread
 from ..phases import Inputs, Phases, following
 from ..primitives import load_words, quotient, remainder
-from ..signature import fake_arguments
+from ..signature import compile_options, fake_arguments
 from ..spec import P_TILE
 from ..state_tile import StateTile
 from .instructions import (
@@ -483,5 +483,5 @@ class Sm100StepKernel(Phases):
 def compile_sm100_step(problem: Problem, config: Sm100Config, arch: str):
     """Compile the step kernel for `arch`; as `step.compile_step`."""
     return cute.compile(
-        Sm100StepKernel(problem, config), *fake_arguments(problem), options=f"--enable-tvm-ffi --gpu-arch {arch}"
+        Sm100StepKernel(problem, config), *fake_arguments(problem), options=compile_options(arch, config)
     )
